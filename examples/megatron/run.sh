@@ -17,14 +17,14 @@ case $name in
     gkd_rollout_colocate_teacher_colocate | opsd) nproc=4 ;;
     *) nproc=8 ;;
 esac
-arguments=("trainers.$trainer" --config "examples/megatron/$name.yaml" "$@")
+arguments=("$trainer" --config "examples/megatron/$name.yaml" "$@")
 
 case $way in
-    ray) exec .venv/bin/python -m "${arguments[@]}" --use_ray true ;;
+    ray) exec .venv/bin/rayhelper "${arguments[@]}" --use_ray true ;;
     torchrun)
         nodes=(--nnodes "${NNODES:-1}" --nproc-per-node "${NPROC:-$nproc}")
         [[ -n ${RDZV:-} ]] && nodes+=(--rdzv-backend c10d --rdzv-endpoint "$RDZV")
-        exec .venv/bin/torchrun "${nodes[@]}" -m "${arguments[@]}"
+        exec .venv/bin/torchrun "${nodes[@]}" -m rayhelper.trainers "${arguments[@]}"
         ;;
     *) echo "error: $way is neither ray nor torchrun" >&2; exit 2 ;;
 esac

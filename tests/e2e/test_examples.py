@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
+from examples.tiny_model import main as write_tiny_model
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import lines, separate, together
 from tests.golden.tiny import save_tiny
@@ -137,3 +139,20 @@ def test_the_placements_of_the_readme_are_read() -> None:
         sizes.append([(group.roles, group.num_workers) for group in placement(GRPOTrainer, config).groups])
     guests = ("reference", "teacher", "reward")
     assert sizes == [[(("train", "rollout", *guests), 4)], [(("train", *guests), 2), (("rollout",), 2)]]
+
+
+def test_the_tiny_model_of_dry_runs_trains_on_its_rows_and_knows_a_chat(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "model"))
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "ü?"}], add_generation_prompt=True, tokenize=False
+    )
+    assert asked == "<|im_start|>user\nü?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(tokenizer(asked)["input_ids"]) == asked
+    data = ["--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "rows.jsonl")]
+    sizes = ["--max_steps", "1", "--max_completion_length", "4", "--global_batch_size", "8", "--report_to", "none"]
+    more = ["--reward_funcs", "ms_swift_accuracy", "--output_dir", str(tmp_path / "run")]
+    run(GRPOTrainer, load_config(GRPOConfig, [*data, *sizes, *more]))
+    (line,) = lines(tmp_path / "run")
+    assert line["rewards/ms_swift_accuracy/mean"] == 0, "random weights do not add"
+    assert line["completions/max_length"] <= 4

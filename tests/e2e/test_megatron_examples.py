@@ -126,7 +126,7 @@ def test_a_layout_that_the_model_does_not_allow_is_told(name: str, models: dict[
 def commands(text: str) -> list[list[str]]:
     """The words of every command that starts a trainer, lines that go on joined."""
     joined = re.sub(r"\s*\\\n[#\s]*", " ", text)
-    found = re.findall(r"^[#\s]*((?:torchrun|python -m trainers)\b.*--config.*)$", joined, re.MULTILINE)
+    found = re.findall(r"^[#\s]*((?:torchrun|rayhelper (?!plan)).*--config.*)$", joined, re.MULTILINE)
     return [shlex.split(line, comments=True) for line in found]
 
 
@@ -137,7 +137,7 @@ def test_commands_name_the_trainer_and_as_many_processes_as_the_file_has_workers
     for words in found:
         name = Path(words[words.index("--config") + 1]).stem
         trainer, _, groups, _ = FILES[name]
-        assert f"trainers.{trainer}" in words
+        assert words[words.index("--config") - 1] == trainer
         if words[0] == "torchrun":
             assert name not in ONLY_RAY
             nodes = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
@@ -145,12 +145,12 @@ def test_commands_name_the_trainer_and_as_many_processes_as_the_file_has_workers
 
 
 def test_run_sh_starts_what_the_readme_says(tmp_path: Path) -> None:
-    """With an interpreter that says how it was called."""
+    """With programs that print how they were called."""
     copy = tmp_path / "examples" / "megatron"
     copy.mkdir(parents=True)
     shutil.copy(FOLDER / "run.sh", copy)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    for program in ("python", "torchrun"):
+    for program in ("rayhelper", "torchrun"):
         fake = tmp_path / ".venv" / "bin" / program
         fake.write_text(f'#!/bin/sh\necho {program} "$@"\n')
         fake.chmod(0o755)

@@ -167,8 +167,8 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
 
     # Backend
     backend: Literal["fsdp", "megatron"] = "fsdp"
-    """What trains and scores models. fsdp: transformers and torch. megatron: megatron-core, which is installed apart
-    and divides a model over workers."""
+    """The backend that trains and scores models. fsdp: transformers and torch. megatron: megatron-core, which is
+    installed separately and divides a model over workers."""
     new_special_tokens: list[str] = field(default_factory=list)
     """Tokens that tokenizer and model get beside their own, or .txt files of them with spaces or lines between."""
     fsdp_sharding_strategy: Literal["full_shard", "no_shard"] = "full_shard"

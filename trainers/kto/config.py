@@ -49,7 +49,8 @@ class KTOConfig(ReferenceConfig):
     undesirable_weight: float = 1.0
     """Weight of the losses of undesirable completions."""
     kl_batch_size: int | None = None
-    """Completions of a step whose mean estimates the KL, and among which prompts get those of others. null: all."""
+    """Number of completions in a KL batch. Within it, each prompt also gets the completion of another prompt.
+    null: all."""
 
     # Evaluation
     per_device_eval_batch_size: int = 8

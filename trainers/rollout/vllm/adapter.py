@@ -46,8 +46,8 @@ def check_adapter(model: str | Path, targets: Collection[str], *, on_cpu: bool, 
     if without:
         others = ", ".join(sorted(set(targets) - set(without)))
         raise ConfigError(
-            f"vllm_enable_lora: vLLM gives the layers {', '.join(without)} of {kind} no adapter. {REMEDY}, or leave "
-            f"them out: lora_target_modules: [{others}]."
+            f"vllm_enable_lora: vLLM does not support LoRA on the layers {', '.join(without)} of {kind}. {REMEDY}, or "
+            f"leave them out: lora_target_modules: [{others}]."
         )
     if on_cpu and any(name.endswith(".experts") for name, _ in module.named_modules()):
         raise ConfigError(f"vllm_enable_lora: vLLM runs no adapter beside experts on a CPU, as {kind} has. {REMEDY}.")

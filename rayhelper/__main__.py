@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from rayhelper import __version__
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.epilog = "\n".join(more) or None
         parser.print_help()
         return 0 if words else 2
+    if words[0] in ("plan", "check") and "--" in words:
+        return _of_command(parser, words[0], words[1 : words.index("--")], words[words.index("--") + 1 :])
     options = vars(parser.parse_args(words))
     subcommand = options.pop("subcommand")
     if subcommand == "plan":
@@ -71,6 +74,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return timeline(**options)
 
 
+def _of_command(parser: argparse.ArgumentParser, subcommand: str, options: list[str], command: list[str]) -> int:
+    """The exit code of ``plan OPTIONS -- COMMAND``: a plan of the configuration that the command would run with."""
+    from tempfile import TemporaryDirectory
+
+    from rayhelper.errors import ConfigError
+    from rayhelper.planning.plan_report import plan
+    from rayhelper.programs import as_file
+
+    if subcommand == "check":
+        told = f"check looks at a class, and a command is planned: rayhelper plan -- {' '.join(command)}"
+        print(f"error: {told}", file=sys.stderr)
+        return 2
+    try:
+        found = as_file(command)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if found is None:
+        print(f"error: no command {' '.join(command[:1])!r} has a configuration to plan.", file=sys.stderr)
+        return 2
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "command.yaml")
+        file.write_text(found[1], encoding="utf-8")
+        given = vars(parser.parse_args([subcommand, *options, "--config", str(file), "--trainer", found[0]]))
+        del given["subcommand"]
+        return plan(**given, shown=" ".join(takewhile(lambda word: not word.startswith("-"), command)))
+
+
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """The parser, and the names of its subcommands."""
     is_script = Path(sys.argv[0]).stem == "rayhelper"
@@ -81,7 +112,11 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     )
     parser.add_argument("--version", action="version", version=f"rayhelper {__version__}")
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND", title="commands")
-    plan = subcommands.add_parser("plan", help="what a configuration would ask of a cluster, and every rule it breaks")
+    plan = subcommands.add_parser(
+        "plan",
+        help="what a configuration would ask of a cluster, and every rule it breaks",
+        epilog="A whole command is planned too: rayhelper plan --nodes 1 -- swift rlhf --rlhf_type grpo --model m ...",
+    )
     plan.add_argument("--config", required=True, help="a trainer's whole YAML or JSON file, or device groups alone")
     plan.add_argument("--nodes", type=int, help="nodes of the cluster (default: nnodes, or as many as are needed)")
     plan.add_argument("--gpus-per-node", "--gpus_per_node", type=int, help="default: nproc_per_node, or 8")

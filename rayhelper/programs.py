@@ -1,9 +1,10 @@
 """Commands that installed packages add to ``rayhelper``: a trainer, say, which this package knows nothing of.
 
-Such a package has an entry point of the group ``rayhelper.commands``, a module with two functions:
+Such a package has an entry point of the group ``rayhelper.commands``, a module with two functions, or three:
 
     run(words) -> int | None          the exit code of the command ``words[0]``; None: it is not one of this package
     help_lines() -> dict[str, str]    the commands ("sft", or "reward, rm" for two names), each with a line of help
+    as_file(words) -> (trainer, text)   the configuration of a command, which is planned; None: it has none
 """
 
 from __future__ import annotations
@@ -21,6 +22,16 @@ def run(words: Sequence[str]) -> int | None:
         code: int | None = program.run(words)
         if code is not None:
             return code
+    return None
+
+
+def as_file(words: Sequence[str]) -> tuple[str, str] | None:
+    """The trainer and the configuration's text of the command ``words``; None if no installed package knows it."""
+    for program in _programs():
+        ask = getattr(program, "as_file", None)
+        found: tuple[str, str] | None = None if ask is None else ask(words)
+        if found is not None:
+            return found
     return None
 
 

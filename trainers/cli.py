@@ -54,7 +54,7 @@ def _main(name: str, argv: Sequence[str] | None) -> None:
     try:
         arguments = sys.argv[1:] if argv is None else argv
         with logs.apart(_log_level(arguments)):
-            command = _command(name, arguments)
+            command = command_of(name, arguments)
             config, header = read_config(command.config_type, arguments, prog=f"{program_name()} {name}")
             _say_what_is_loaded(name, config)
             run(command.trainer, config, header)
@@ -62,6 +62,36 @@ def _main(name: str, argv: Sequence[str] | None) -> None:
         _end(f"error: {error}", 2)
     except KeyboardInterrupt:
         _end("interrupted", 130)
+
+
+def check_before_torchrun(name: str, arguments: Sequence[str], num_processes: int, *, is_first_node: bool) -> None:
+    """Exits with 2 and one line on a mistake that each of the ``num_processes`` of torchrun would find.
+
+    ``--help`` and ``--print_config`` print once and exit. What is only worth a warning, the processes say.
+    """
+    if not any(argument.startswith(("--help", "-h", "--print_config")) for argument in arguments):
+        told = f"checking the configuration, before torchrun starts {num_processes} processes"
+        print(told, file=sys.stderr, flush=True)
+    as_process = {"TORCHELASTIC_RUN_ID": "none yet", "WORLD_SIZE": str(num_processes)}
+    as_process["RANK"] = "0" if is_first_node else "1"  # which leaves output_dir to the first node
+    before = {key: os.environ.get(key) for key in as_process}
+    os.environ.update(as_process)
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        command = command_of(name, arguments)
+        config, _ = read_config(command.config_type, arguments, prog=f"{program_name()} {name}")
+        os.environ.update({key: str(value) for key, value in config.env.items()})
+        folder = getattr(config, "run_folder", None)
+        with contextlib.nullcontext() if folder is None else held(folder):
+            _check_run(command.trainer, config, placement(command.trainer, config, num_processes))
+    except (ConfigError, PlacementError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    finally:
+        logging.disable(level)
+        for key, value in before.items():
+            os.environ.pop(key) if value is None else os.environ.update({key: value})
 
 
 @contextlib.contextmanager
@@ -89,7 +119,7 @@ def _say_what_is_loaded(name: str, config: Any) -> None:
     print(f"{name}: loading model {config.model}, data {data}", file=sys.stderr, flush=True)
 
 
-def _command(name: str, arguments: Sequence[str]) -> Command:
+def command_of(name: str, arguments: Sequence[str]) -> Command:
     """The trainer that the name stands for, once ``env`` is exported.
 
     Before torch is imported, and a module of a user's: libraries read OMP_NUM_THREADS, HF_HOME, ... then.

@@ -43,6 +43,8 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
+import logging
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -54,9 +56,12 @@ from typing import Any, TypeVar
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.losses.types import Average, PolicyLoss
 from trainers.rewards.types import AdvantageEstimator
+from trainers.run.going_on import builds_model
 from trainers.run.stopping import Stopped
 
 ObjectT = TypeVar("ObjectT")
+BUILT = "plugin_models.json"  # file in output_dir: which models plugins built there, of what
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -277,15 +282,43 @@ def _load_file(file: Path) -> ModuleType:
     return module
 
 
-def resolve_model(model: str, *, output_dir: str | Path, seed: int) -> str:
-    """The folder or hub name of ``model``: a registered model is built under ``output_dir``, any other name is kept."""
+def resolve_model(model: str, *, output_dir: str | Path, seed: int, reuse: bool = False) -> str:
+    """The folder or hub name of ``model``: a registered model is built under ``output_dir``, any other name is kept.
+
+    ``reuse``: one that was built there before, by the same file and seed, is taken again.
+    """
     if model not in MODELS:
         return model
-    with exits_are_errors(f"model {model!r}"):
-        folder = Path(MODELS[model](Path(output_dir), seed))
+    record, known = Path(output_dir) / BUILT, _built(Path(output_dir))
+    file = Path(MODELS.entries[model].origin[0])
+    about = {"seed": seed, "plugin": zlib.crc32(file.read_bytes()) if file.is_file() else str(file)}
+    before: Any = known.pop(model, None)
+    is_same = isinstance(before, dict) and before.items() >= about.items()
+    if reuse and is_same and (Path(str(before.get("folder"))) / "config.json").is_file():
+        logger.info("model %r was built before and is taken again: %s", model, before["folder"])
+        return str(before["folder"])
+    if before is not None:  # not whole while it is built anew
+        record.write_text(json.dumps(known))
+    token = builds_model.set(model)
+    try:
+        with exits_are_errors(f"model {model!r}"):
+            folder = Path(MODELS[model](Path(output_dir), seed))
+    finally:
+        builds_model.reset(token)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"model {model!r} returned {folder}, which has no config.json. A registered model saves model and "
             f"tokenizer (save_pretrained) and returns their folder."
         )
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps({**known, model: {**about, "folder": str(folder)}}))
     return str(folder)
+
+
+def _built(output_dir: Path) -> dict[str, Any]:
+    """The models that plugins built there, by name."""
+    try:
+        found = json.loads((output_dir / BUILT).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

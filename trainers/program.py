@@ -11,20 +11,33 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from rayhelper import ConfigError
-from trainers.cli import main, uses_ray
+from trainers.cli import check_before_torchrun, command_of, main, program_name, uses_ray
 from trainers.commands import OF_TRL, RLHF, commands
 from trainers.configuration.others import ms_swift
-from trainers.configuration.others.ms_swift import PROGRAMS, ROLLOUT, engine_in_parts, spelled, torchrun_options
-from trainers.configuration.reading.command_line import given_keys
-from trainers.configuration.reading.folders import configuration_named, configurations
+from trainers.configuration.others.ms_swift import (
+    PROGRAMS,
+    ROLLOUT,
+    engine_in_parts,
+    num_processes,
+    spelled,
+    torchrun_options,
+)
+from trainers.configuration.reading.command_line import given_keys, read_keys
+from trainers.configuration.reading.folders import configuration_named, configurations, names_of, rlhf_types
+from trainers.configuration.reading.secrets import masked
+from trainers.configuration.reading.text import as_yaml
 
 ON_RAY_BECAUSE = "workers that train hold no part of an engine: role rollout has processes of its own on their GPUs"
+ASKS = {"--help", "-h", "--print_config"}
+SAID = re.compile(r"[A-Za-z_]\w*=")  # a variable before a command
 MODULE = "rayhelper.trainers"  # as processes are told to run it: no folder of a user's has that name
 BESIDE = {  # commands that are no trainers: a module whose main(arguments) returns the exit code, and a line of help
     "translate": ("trainers.translate.command", "another system's command or file, in the keys of RayHelper"),
@@ -55,12 +68,41 @@ def run(words: Sequence[str]) -> int | None:
     if name in BESIDE:
         code: int = import_module(BESIDE[name][0]).main(arguments)
         return code
+    if told := _help_of(words):
+        print(told)
+        return 0
     if name in PROGRAMS:
         name, arguments = _of_ms_swift(words)
     elif ":" not in name and name not in (RLHF, *OF_TRL) and configuration_named(name) is None:
         return None
     main(name, arguments)
     return 0
+
+
+def as_file(words: Sequence[str]) -> tuple[str, str] | None:
+    """The trainer and the configuration of a command, as YAML: what ``rayhelper plan -- COMMAND`` plans.
+
+    ``NPROC_PER_NODE=8 swift ...`` may stand as in a script. None if there is no such command. Raises ConfigError.
+    """
+    said = [*itertools.takewhile(lambda word: SAID.match(word), words)]
+    environment = {**os.environ, **dict(word.split("=", 1) for word in said)}
+    words = words[len(said) :]
+    if not words or (words[0] not in (*PROGRAMS, RLHF) and configuration_named(words[0]) is None):
+        return None
+    name, arguments, size = words[0], list(words[1:]), 1
+    if name in PROGRAMS:
+        name, arguments = spelled(list(words))
+        keys = given_keys(arguments, [])[0].values
+        arguments += engine_in_parts(keys, environment)
+        size = num_processes(environment) if torchrun_options(environment) else 1
+    config_type = command_of(name, arguments).config_type
+    values = read_keys(config_type, [one for one in arguments if not one.startswith("--print_config")])
+    if size and values["device_groups"] is None and not values["use_ray"]:
+        nodes = int(environment.get("NNODES") or "1") if size > 1 else 1
+        shape = {"nnodes": nodes, "nproc_per_node": size // nodes}
+        roles = [role for role, kind in config_type.ROLES.items() if kind.host is None]
+        values["device_groups"] = {**shape, "every_process": {"device": "GPU", "ranks": size, "workers": roles}}
+    return names_of(config_type)[0], as_yaml(masked(values))
 
 
 def python_m_trainers(words: Sequence[str]) -> int:
@@ -83,6 +125,26 @@ def python_m_trainers(words: Sequence[str]) -> int:
     return code
 
 
+def _help_of(words: Sequence[str]) -> str:
+    """The help of ``swift``, and of ``rlhf`` before a type is named; empty for all that has a trainer's own help."""
+    asks = {"--help", "-h"} & set(words[1:])
+    if words[0] in PROGRAMS and (len(words) == 1 or words[1] in ("--help", "-h")):
+        known = [name for name in [*ms_swift.COMMANDS, ROLLOUT] if words[0] == "swift" or name != "sample"]
+        return (
+            f"usage: {program_name()} {words[0]} COMMAND [FILE] [--key VALUE ...]\nA command of ms-swift, with its "
+            f"keys and defaults. COMMAND is one of {', '.join(known)}.\n"
+            f"Help of one: {program_name()} {words[0]} sft --help"
+        )
+    is_rlhf = words[0] == RLHF or (words[0] in PROGRAMS and words[1] == RLHF)
+    if asks and is_rlhf and not any(word.partition("=")[0] in ("--rlhf_type", "--config") for word in words):
+        of_what = " ".join(words[: 1 + (words[0] in PROGRAMS)])
+        return (
+            f"usage: {program_name()} {of_what} --rlhf_type TYPE [--config FILE] [--key VALUE ...]\nThe trainer that "
+            f"TYPE names: {', '.join(rlhf_types())}.\nHelp of one: {program_name()} {of_what} --rlhf_type dpo --help"
+        )
+    return ""
+
+
 def _of_ms_swift(words: Sequence[str]) -> tuple[str, list[str]]:
     """The trainer and the arguments of a command of ms-swift. Leaves where it serves, or starts torchrun."""
     arguments = list(words[1:])
@@ -99,6 +161,11 @@ def _of_ms_swift(words: Sequence[str]) -> tuple[str, list[str]]:
         sys.exit(2)
     options = torchrun_options(os.environ)
     if options and not uses_ray(arguments):  # each of torchrun's processes comes here again
+        if ASKS & {argument.partition("=")[0] for argument in arguments} and not num_processes(os.environ):
+            return name, arguments  # printed once, of one process
+        if size := num_processes(os.environ):
+            first = os.environ.get("NODE_RANK", "0") == "0"
+            check_before_torchrun(name, arguments, size, is_first_node=first)
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *options, "-m", MODULE, *words])
     return name, arguments
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from rayhelper.planning.memory import GIB, RUNTIME_BYTES, peak_bytes
 from rayhelper.planning.model_shape import SHAPE_REMEDY, ModelShape
 from rayhelper.planning.plan_roles import LEARNS, Findings, Place, PlannedRun, RolePlan, plan_role, read_shape
 from rayhelper.planning.refusals import refusals
-from rayhelper.planning.role_kinds import kind_of, roles_named
+from rayhelper.planning.role_kinds import RoleKind, kind_of, roles_named
 from rayhelper.ranks import runs
 from rayhelper.text import parse_text
 
@@ -53,6 +53,7 @@ class GroupPlan:
     roles_beside: tuple[RolePlan, ...]  # of those other groups
     peak_bytes: int | None  # of one GPU, with what its roles move away; None: no role's memory is known
     awake_bytes: int | None  # the same if nothing were moved away
+    guests: tuple[str, ...] = ()  # roles that no group names, and that live with a role of this one
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def make_plan(
     for line in refused:
         if not any(str(mistake) in line for mistake in findings.mistakes):
             findings.mistakes.note(line)
-    findings.warnings += [f"the trainer would not start: {line}" for line in unsure]
+    findings.warnings += unsure
     if not groups.groups and not mistakes:
         findings.warnings.append(
             f"{config} has no device groups: a trainer then runs all its roles in one worker. Add device_groups, or a "
@@ -141,6 +142,7 @@ def make_plan(
         _plan_group(group, layout.get(group.name, Counter()), groups.neighbours(group), roles, run)
         for group in groups.groups
     )
+    planned = tuple(replace(one, guests=_guests(one.group, groups.roles, declared, shared)) for one in planned)
     num_asked = sum(demand.total() for demand in asked.values())
     is_partial = bool(mistakes)
     return Plan(
@@ -270,6 +272,19 @@ def _plan_group(
         tuple(role for process in beside for role in process),
         peak,
         awake,
+    )
+
+
+def _guests(
+    group: DeviceGroup, placed: Collection[str], declared: Mapping[str, RoleKind], shared: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """The declared roles that live with a role of the group; of those that may have no model, the ones that have."""
+    return tuple(
+        role
+        for role, kind in declared.items()
+        if role not in placed
+        and kind.host in group.roles
+        and (not getattr(kind, "is_optional", False) or any(shared.get(key) for key in kind.models))
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def plan(
     json: bool = False,
     trainer: str | None = None,
     html: str | None = None,
+    shown: str | None = None,
 ) -> int:
     """Prints what a configuration would ask of a cluster; 0: it can run, 1: it breaks rules, 2: it cannot be read.
 
@@ -44,9 +46,11 @@ def plan(
         trainer: whose roles these are: module:Class, file.py:Class or a name of an installed one; null: what a role
             does is read from its name.
         html: also write a picture of the devices to this file, as a page for a browser.
+        shown: the name of the configuration in all that is printed; null: its file.
     """
     try:
         made = make_plan(config, nodes, gpus_per_node, model, gpu_memory_gib, trainer)
+        made = made if shown is None else replace(made, config=shown)
         if html is not None:
             from rayhelper.planning.plan_page import page
 
@@ -59,7 +63,8 @@ def plan(
 
         print(dumps(as_dict(made), indent=2))
     else:
-        print("\n".join([*as_lines(made), *([] if html is None else [f"the picture is in {html}"])]))
+        lines = [*as_lines(made), *([] if html is None else [f"the picture is in {html}"])]
+        print("\n".join(line.replace(config, shown or config) for line in lines))
     return 1 if made.findings.mistakes else 0
 
 
@@ -116,6 +121,8 @@ def _group_lines(planned: GroupPlan, gpu_bytes: int) -> Iterator[str]:
             yield f"    memory {terms} = {_gib(role.memory.at_work)} GiB a GPU{apart}"
         elif group.device != "CPU":
             yield f"    memory unknown: {role.unknown}"
+    if planned.guests:
+        yield f"  also     {', '.join(planned.guests)}, which no group names; memory not counted"
     if planned.peak_bytes is not None and group.shares_devices_with is not None:
         yield f"  memory   counted with that of {group.shares_devices_with}"
     elif planned.peak_bytes is not None:
@@ -235,6 +242,7 @@ def _group_dict(planned: GroupPlan) -> dict[str, Any]:
     return {
         "name": group.name,
         "roles": [_role_dict(role) for role in planned.roles],
+        "also": list(planned.guests),
         "colocated": len(group.roles) > 1,
         "device": group.device,
         "num_workers": group.num_workers,

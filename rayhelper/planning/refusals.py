@@ -31,5 +31,5 @@ def refusals(trainer: str | None, config: str, values: Mapping[Any, Any]) -> tup
             unsure = [line for line in found if line.startswith(UNNAMED)]
             here = [line for line in found if OF_THIS_MACHINE.search(line) and line not in unsure]
             sure = [line for line in found if line not in (*unsure, *here)]
-            return sure, [*(f"on this machine: {line}" for line in here), *unsure]
+            return sure, [*(f"on this machine the trainer would not start: {line}" for line in here), *unsure]
     return [], []

@@ -95,7 +95,10 @@ def roles_named(trainer: str, keys: Mapping[Any, Any]) -> Mapping[str, RoleKind]
         found: Mapping[str, RoleKind] | None = point.load()(trainer, keys)
         if found is not None:
             return found
-    raise ConfigError(f"no installed package has a trainer {trainer!r}. Write module:Class, or path/to/file.py:Class.")
+    raise ConfigError(
+        f"no installed package has a trainer {trainer!r}. Write module:Class, or path/to/file.py:Class. To plan a "
+        "whole command, write rayhelper plan -- COMMAND."
+    )
 
 
 def default_hosts(cls: type) -> dict[str, str]:

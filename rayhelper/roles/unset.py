@@ -30,7 +30,8 @@ def missing(owner: type, instance: Any, name: str) -> Any:
         told = "" if state.active is None or name.startswith("__") else where_it_is_set(cls, name)
         if not told or hasattr(cls, name):
             raise
-        raise AttributeError(f"{error}. {told}", name=name, obj=instance) from None
+        # Python may add ". Did you mean: ...?"
+        raise AttributeError(f"{error}. {told.removesuffix('.')}", name=name, obj=instance) from None
 
 
 @functools.lru_cache(1024)

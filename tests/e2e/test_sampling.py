@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rayhelper import DeviceGroups, RayHelper
+from rayhelper import ConfigError, DeviceGroups, RayHelper
 from tests import warm
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.completion_server import Answer, fails, question, says, serving
@@ -72,6 +72,11 @@ def config(models: Path, folder: Path, **keys: Any) -> SamplingConfig:
         "logging_steps": 100,
     }
     return SamplingConfig(**(settings | keys))
+
+
+def test_a_column_that_a_reward_asks_for_is_missed_before_anything_is_sampled(models: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"orm_model: reward function 'ms_swift_accuracy' asks for 'solution'"):
+        SamplingTrainer(config(models, tmp_path, orm_model="ms_swift_accuracy"))
 
 
 def samples(folder: Path, name: str = "samples.jsonl") -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,22 @@ def test_every_trainer_names_all_broken_rows_before_the_start_or_leaves_them_out
     assert "\n" not in str(told.value)
     kept = trainer(config(model, tmp_path, **keys, skip_broken_rows=True))
     assert len(next(getattr(kept, each) for each in ("rows", "sequences", "pairs") if hasattr(kept, each))) == 3
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "gkd"])
+def test_conversations_without_a_chat_template_are_one_line_before_anything_is_built(
+    name: str, model: str, tmp_path: Path
+) -> None:
+    trainer, config, _, keys = TRAINERS[name]
+    plain = tmp_path / "plain"
+    shutil.copytree(model, plain)
+    (plain / "chat_template.jinja").unlink()
+    if name == "gkd":
+        keys = keys | {"teacher_model": str(plain)}
+    keys = keys | {"dataset": [{"prompt": [USER]}] * 4, "eval_dataset": None}
+    with pytest.raises(ConfigError, match=r"^chat_template: the prompts are conversations, [^\n]*$"):
+        trainer(config(str(plain), tmp_path, **keys))
+    trainer(config(str(plain), tmp_path, **keys, chat_template="{{ messages[0].content }}"))
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import trainers
 from benchmarks.tiny.vision import save_vision
 from rayhelper import ConfigError
 from rayhelper.planning.dry_run import make_plan
+from rayhelper.planning.plan_report import as_lines
 from tests import warm
 from tests.golden.tiny import save_tiny
 from trainers.configuration.reading.command_line import load_config
 from trainers.configuration.shared import SEQUENCES_PER_STEP
 from trainers.grpo.config import GRPOConfig
-from trainers.run.header import MOST_LINES, header, num_parameters
+from trainers.run.header import MOST_LINES, header, num_parameters, trainer_name
 from trainers.sft.config import SFTConfig
 from trainers.sft.trainer import SFTTrainer
 
@@ -139,11 +141,27 @@ def test_a_plan_says_once_what_this_machine_lacks_and_that_a_trainer_takes_the_f
     monkeypatch.setattr("trainers.run.trackers._is_installed", lambda module: False)
     (tmp_path / "x.yaml").write_text(f"model: m\n{missing}train: {{gpus: 2}}\n")
     (one,) = make_plan(str(tmp_path / "x.yaml"), None, None, None, 80.0, None).findings.warnings
-    assert one.startswith("the trainer would not start: on this machine: ")
+    assert one.startswith("on this machine the trainer would not start: ")
     assert told in one
     (tmp_path / "x.yaml").write_text(f"model: m\n{missing}train: {{gpus: 2}}\nlearnin_rate: 1\n")
     warnings = make_plan(str(tmp_path / "x.yaml"), None, None, None, 80.0, None).findings.warnings
     assert sum("no trainer of the package takes the file" in line for line in warnings) == 1
+
+
+def test_a_plan_shows_the_roles_that_live_with_others(tmp_path: Path) -> None:
+    for keys, shown in (({}, ("reference",)), ({"reward_model": ["judge"]}, ("reference", "reward"))):
+        (tmp_path / "x.yaml").write_text(yaml.safe_dump({"train": {"gpus": 2}, "rollout": {"gpus": 2}, **keys}))
+        plan = make_plan(str(tmp_path / "x.yaml"), None, None, None, 80.0, "grpo")
+        assert {one.group.name: one.guests for one in plan.groups} == {"train": shown, "rollout": ()}
+        assert f"  also     {', '.join(shown)}, which no group names; memory not counted" in list(as_lines(plan))
+
+
+def test_the_name_of_an_own_trainer_is_short() -> None:
+    class WinnersConfig(GRPOConfig):
+        __module__ = "winners"
+
+    own = WinnersConfig(model="m", dataset="sums", reward_funcs=["exact_answer"])
+    assert trainer_name(own) == "winners"
 
 
 def test_a_plan_of_a_file_that_its_trainer_takes_has_no_mistakes() -> None:

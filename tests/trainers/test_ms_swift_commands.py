@@ -15,9 +15,10 @@ import pytest
 import yaml
 
 from rayhelper import ConfigError, DeviceGroups
+from rayhelper.__main__ import main
 from tests import warm
 from tests.conftest import registries_restored
-from tests.golden.tiny import tiny_tokenizer
+from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.trainers.test_other_names import load, told
 from trainers.cli import load_config
 from trainers.configuration.others import translations
@@ -36,6 +37,7 @@ from trainers.grpo.config import GRPOConfig
 from trainers.kto.config import KTOConfig
 from trainers.plugins import DATASETS, load_plugins
 from trainers.ppo.config import PPOConfig
+from trainers.program import run
 from trainers.reward.config import RewardConfig
 from trainers.rewards.functions import resolve_rewards, score
 from trainers.sft.config import SFTConfig
@@ -91,6 +93,75 @@ def test_variables_of_processes_start_torchrun_once() -> None:
     assert torchrun_options(variables) == asked
     assert torchrun_options({**variables, "TORCHELASTIC_RUN_ID": "r"}) == []
     assert torchrun_options({"MASTER_PORT": "1"}) == []
+
+
+def test_mistakes_are_told_once_before_torchrun_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a b"}\n')
+    words = ["swift", "sft", "--model", str(tmp_path / "model"), "--dataset", str(rows), "--report_to", "none"]
+    words += ["--output_dir", str(tmp_path / "run"), "--add_version", "false"]
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, command: started.append(command) or sys.exit(0))
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    for more, code, message in (
+        (["--max_length", "8", "--max_seq_length", "9"], 2, "max_length"),
+        (["--max_length", "9999999"], 2, "positions"),
+        (["--max_length", "64", "--print_config"], 0, "max_length: 64"),
+        (["--max_length", "64"], 0, ""),
+    ):
+        assert not started
+        with pytest.raises(SystemExit) as end:
+            run([*words, *more])
+        found = capfd.readouterr()
+        assert end.value.code == code, found.err
+        if code:
+            assert message in (found.err.splitlines() or [""])[-1]
+            assert found.err.count("error: ") == 1
+        else:
+            assert found.out.count(message or "no output") == bool(message)
+        assert "RANK" not in os.environ
+    (command,) = started
+    assert command[-len(words) - 2 :] == [*words, "--max_length", "64"]
+    assert "--nproc_per_node=2" in command
+    assert not (tmp_path / "run" / "run.lock").exists()
+
+
+def test_help_before_a_trainer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["swift", "--help"], "COMMAND is one of"),
+        (["megatron"], "COMMAND is one of"),
+        (["rlhf", "--help"], "TYPE names: "),
+        (["swift", "rlhf", "-h"], "swift rlhf --rlhf_type TYPE"),
+    ):
+        assert run(words) == 0
+        assert message in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        run(["rlhf", "--rlhf_type", "grpo", "--help", "resume_from_checkpoint"])
+    assert "auto (or true): continues" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_command_of_ms_swift_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path / "model")
+    words = ["swift", "rlhf", "--rlhf_type", "grpo", "--model", str(tmp_path / "model"), "--dataset", "d.jsonl"]
+    words += ["--reward_funcs", "accuracy"]
+    assert main(["plan", "--", "NPROC_PER_NODE=4", "NNODES=2", *words]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("NPROC_PER_NODE=4 NNODES=2 swift rlhf: 1 device group\n")
+    assert "every_process: GPU, hosts train, rollout (colocated)\n  workers  8, 1 GPU each" in out
+    assert "total: 2 nodes x 4 = 8 GPUs" in out
+    assert "there is no file 'd.jsonl'" in out  # which the cluster may have
+    assert main(["plan", "--", "megatron", *words[1:], "--tensor_model_parallel_size", "2"]) == 1
+    assert "does not divide its 1 workers" in capsys.readouterr().out
+    for command, message in (
+        (["plan", "--", "swift", "infer"], "swift infer is not supported"),
+        (["plan", "--", "verl", "x"], "no command 'verl' has a configuration to plan"),
+        (["check", "--", *words], "rayhelper plan -- swift rlhf"),
+    ):
+        assert main(command) == 2
+        assert message in capsys.readouterr().err
 
 
 IN_PARTS = {"use_vllm": "true", "vllm_mode": "colocate", "vllm_tensor_parallel_size": "4"}

@@ -14,7 +14,7 @@ from tests.conftest import registries_restored
 from trainers.cli import load_config
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import TrainConfig
-from trainers.plugins import DATASETS, REWARDS, load_plugins, register_reward, resolve_model
+from trainers.plugins import DATASETS, MODELS, REWARDS, _Entry, load_plugins, register_reward, resolve_model
 from trainers.rewards.functions import resolve_rewards
 from trainers.run.stopping import Stopped
 
@@ -166,6 +166,33 @@ def test_a_registered_model_is_built_and_any_other_name_is_kept(plugin: Path, tm
         resolve_model("nothing", output_dir=tmp_path / "x", seed=7)
     with pytest.raises(Stopped):  # by a signal, as a run inside is: no error of the model's
         resolve_model("stopped", output_dir=tmp_path, seed=7)
+
+
+def test_a_run_that_resumes_takes_the_model_that_was_built_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def built(output_dir: Path, seed: int) -> Path:
+        seen.append(seed)
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+        folder = output_dir / "warm_start"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        return folder
+
+    monkeypatch.setitem(MODELS.entries, "warm", _Entry(built, (__file__, "built")))
+    for seed, reuse, num_built in ((1, True, 1), (1, True, 1), (1, False, 2), (2, True, 3), (1, True, 4)):
+        folder = resolve_model("warm", output_dir=tmp_path, seed=seed, reuse=reuse)
+        assert (folder, len(seen)) == (str(tmp_path / "warm_start"), num_built)
+    with pytest.raises(KeyboardInterrupt):  # the folder is half of another seed's now
+        resolve_model("warm", output_dir=tmp_path, seed=3, reuse=True)
+    resolve_model("warm", output_dir=tmp_path, seed=1, reuse=True)
+    assert len(seen) == 6
+    monkeypatch.setitem(MODELS.entries, "warm", _Entry(built, (str(tmp_path / "plugin_models.json"), "built")))
+    resolve_model("warm", output_dir=tmp_path, seed=1, reuse=True)  # another plugin
+    assert len(seen) == 7
 
 
 def test_a_plugin_that_exits_as_it_is_imported_is_an_error(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from trainers.batch import Ragged
+from trainers.plugins import REWARDS
 from trainers.rewards.functions import (
     check_columns,
     exact_answer,
@@ -210,6 +211,10 @@ def test_the_columns_that_functions_ask_for_are_known_before_anything_is_scored(
     with pytest.raises(ValueError, match="exact_answer compares with column 'answer' or 'solution'"):
         check_columns([(exact_answer, "exact_answer")], ["gold"])
     check_columns([(exact_answer, "exact_answer")], ["solution"])
+    math = [(REWARDS["ms_swift_math"], "ms_swift_math")]
+    with pytest.raises(ValueError, match=r"ms_swift_math needs the right answers: .* or a column solution"):
+        check_columns(math, ["prompt"])
+    check_columns(math, ["messages"])
 
 
 def test_columns_must_have_one_entry_a_prompt() -> None:

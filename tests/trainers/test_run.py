@@ -28,8 +28,9 @@ from trainers.metrics import Metrics
 from trainers.parts.checks import num_train_shards
 from trainers.parts.models import resolve_dtype
 from trainers.parts.tokenizer import load_tokenizer
+from trainers.run.going_on import builds_model
 from trainers.run.run import Run, saved_order
-from trainers.run.stopping import StepGivenUp, Stopped
+from trainers.run.stopping import StepGivenUp, Stop, Stopped
 from trainers.sft.config import SFTConfig
 from trainers.sft.trainer import SFTTrainer
 
@@ -116,6 +117,39 @@ def test_a_run_says_that_it_replaces_the_model_of_an_earlier_one(
     assert told.startswith(f"{tmp_path / 'final'} is of an earlier run, and is replaced at the end of this one")
     with opened(tmp_path, num_steps=2, resume_from_checkpoint=True):
         assert "earlier run" not in capsys.readouterr().out
+
+
+def test_resume_without_a_checkpoint_says_that_the_run_starts_at_step_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened(tmp_path, num_steps=1) as first:
+        stepped(first).finish(Nothing().save, Nothing())
+    capsys.readouterr()
+    with opened(tmp_path, num_steps=1):
+        assert "resume_from_checkpoint" not in capsys.readouterr().out  # nothing could be resumed
+    with opened(tmp_path, num_steps=1, resume_from_checkpoint="auto"):
+        told = capsys.readouterr().out
+    assert f"resume_from_checkpoint: {tmp_path} has no checkpoint, so the run starts at step 0\n" in told
+    assert f"{tmp_path / 'final'} is of an earlier run" in told
+    assert "write resume_from_checkpoint" not in told
+
+
+def test_a_run_inside_a_plugin_gives_no_advice_about_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = builds_model.set("addition")
+    try:
+        with opened(tmp_path, num_steps=2) as run:
+            stepped(run).save_checkpoint(Nothing().save, Nothing())
+            with pytest.raises(Stopped):
+                run.end_early(Stop("SIGTERM", 143))
+        with opened(tmp_path, num_steps=2) as run:
+            stepped(run).finish(Nothing().save, Nothing())
+    finally:
+        builds_model.reset(token)
+    told = capsys.readouterr().out
+    assert "This run builds model 'addition' of a plugin. The same command begins it at step 0" in told
+    assert "resume_from_checkpoint" not in told
 
 
 def test_the_end_says_that_an_adapter_is_merged_and_where_it_is_alone(

@@ -449,6 +449,21 @@ def test_words_of_a_script() -> None:
     words = ["run", "one", "two", "one two", "x", "y z", "d", "e", "q$A", "$A", "preone twopost"]
     assert commands(text, {}) == [words, ["next", "11"]]
     assert unknown_in(commands("run $MISSING", {})[0][1]) == ["MISSING"]
+    assert commands("n=2; run $(expr 16 / $n) `expr $n \\* 3` $(expr $n + 1)", {}) == [["run", "8", "6", "3"]]
+    assert unknown_in(commands("run $(expr 16 / $GPUS)", {})[0][1]) == ["GPUS"]
+
+
+def test_advice_about_what_a_script_leaves_open_can_be_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "run.sh"
+    for written, advice in (
+        ("$(expr 16 / $GPUS)", "Set it in the environment of this command:\n  - <GPUS>: GPUS"),
+        ("$(nproc)", "In a copy, replace each $(command) by its value:\n  - <$(nproc)>: $(nproc)"),
+    ):
+        script.write_text(f"swift sft --model m --dataset d --max_length {written}\n")
+        assert main([str(script)]) == 2
+        assert advice in capsys.readouterr().err
 
 
 def test_systems_that_are_unknown_are_refused_with_the_nearest() -> None:

@@ -39,7 +39,8 @@ class SavingConfig:
     """Epochs after which the run ends, though ``max_steps`` or ``num_train_epochs`` say more; a stream's too. The
     schedule does not change. null: no limit."""
     resume_from_checkpoint: bool | str | None = None
-    """A checkpoint folder; true or 'auto': the newest undamaged one of output_dir, if there is one."""
+    """auto (or true): continues from the newest undamaged checkpoint of output_dir; without one, from step 0. A folder:
+    continues from that checkpoint."""
     resume_without_manifest: bool = False
     """Takes a checkpoint without ``manifest.json`` too, though nothing tells whether its files are whole."""
     resume_on_failure: int = 0

@@ -165,7 +165,7 @@ class GKDTrainer:
 
     def read(self, source: Any, split: str) -> Any:
         """The rows of a dataset, each with a prompt; without long ones where ``drop_long_prompts`` says so."""
-        rows = read_prompts(self.config, source, split, self.images)
+        rows = read_prompts(self.config, source, split, self.images, self.tokenizer)
         return without_long(self.config, rows, self.tokenizer, self.images)
 
     def check_rows(self, rows: Any) -> None:

@@ -165,7 +165,7 @@ class GRPOTrainer:
 
     def read(self, source: Any, split: str) -> Any:
         """The rows of a dataset, each with a prompt; without long ones where ``drop_long_prompts`` says so."""
-        rows = read_prompts(self.config, source, split, self.images)
+        rows = read_prompts(self.config, source, split, self.images, self.tokenizer)
         with mistakes_of("dataset"):
             is_text = isinstance(prompt_of(rows[0]), str)
         if not self.config.tools:

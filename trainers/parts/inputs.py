@@ -24,7 +24,7 @@ from trainers.parts.model_checks import (
     configuration_of,
     gives_values,
 )
-from trainers.parts.tokenizer import grown_model, load_tokenizer
+from trainers.parts.tokenizer import grown_model, load_tokenizer, tokenizer_there
 from trainers.plugins import load_plugins, resolve_model
 
 REWARD_MODEL = "reward_model"
@@ -108,11 +108,16 @@ def check_same_pixels(
         )
 
 
-def read_prompts(config: RunConfig, source: Any, split: str, images: ImageReader | None = None) -> Any:
+def read_prompts(
+    config: RunConfig, source: Any, split: str, images: ImageReader | None = None, tokenizer: Any = None
+) -> Any:
     """As ``read_rows``, of rows that each have a prompt to complete.
+
+    ``tokenizer``: of the run; None: the one of ``config.model``, if that is a folder.
 
     Raises:
         ConfigError: rows have none, or a broken one, and ``skip_broken_rows`` is false. It names the first few.
+            Or prompts are conversations, and the tokenizer has no chat template.
     """
     rows = read_rows(config, source, split, images)
     with mistakes_of("dataset"):
@@ -120,7 +125,25 @@ def read_prompts(config: RunConfig, source: Any, split: str, images: ImageReader
             prompt_of(rows[0])
         mistake = seen_too(partial(prompt_mistake, empty=getattr(config, "has_environment", False)), images)
         columns = ("prompt", "messages", *(() if images is None else COLUMNS))
-        return without_broken(rows, mistake, *columns, skip=skips_broken(config))
+        rows = without_broken(rows, mistake, *columns, skip=skips_broken(config))
+        if images is None and not getattr(config, "has_environment", False) and not isinstance(prompt_of(rows[0]), str):
+            check_chat_template(tokenizer_there(config) if tokenizer is None else tokenizer)
+    return rows
+
+
+def check_chat_template(tokenizer: Any) -> None:
+    """Raises ConfigError for a tokenizer that reads conversations by a template and has none.
+
+    ``tokenizer`` None: it is not there yet.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    by_template = getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
+    if by_template and not tokenizer.chat_template:
+        raise ConfigError(
+            "chat_template: the prompts are conversations, and the tokenizer has no chat template. Write "
+            "chat_template: FILE, with a Jinja template. Or take an instruct model, or prompts that are text."
+        )
 
 
 def without_long(config: CompletionConfig, rows: Any, tokenizer: Any, images: ImageReader | None = None) -> Any:
@@ -166,6 +189,8 @@ def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:
 def model_path(config: RunConfig) -> str:
     """The folder or hub name of the model, with rows for ``new_special_tokens``.
 
-    One that a plugin builds, or that grows, is built once, and needs a folder that all see.
+    One that a plugin builds, or that grows, is built once, and needs a folder that all see. A run that resumes takes
+    the model that a plugin built for it before.
     """
-    return grown_model(config, resolve_model(config.model, output_dir=config.output_dir, seed=config.seed))
+    reuse = bool(getattr(config, "resume_from_checkpoint", None))
+    return grown_model(config, resolve_model(config.model, output_dir=config.output_dir, seed=config.seed, reuse=reuse))

@@ -30,7 +30,8 @@ def resolved_models(config: TrainConfig, policy: str, names: Iterable[str]) -> d
     found = {config.model: policy}
     for name in names:
         if name not in found:
-            found[name] = resolve_model(name, output_dir=config.output_dir, seed=config.seed)
+            reuse = bool(config.resume_from_checkpoint)
+            found[name] = resolve_model(name, output_dir=config.output_dir, seed=config.seed, reuse=reuse)
     return found
 
 

@@ -118,7 +118,7 @@ class PPOTrainer:
 
     def read(self, source: Any, split: str) -> Any:
         """The rows of a dataset, each with a prompt; without long ones where ``drop_long_prompts`` says so."""
-        rows = read_prompts(self.config, source, split, self.images)
+        rows = read_prompts(self.config, source, split, self.images, self.tokenizer)
         return without_long(self.config, rows, self.tokenizer, self.images)
 
     def train(self) -> dict[str, float]:

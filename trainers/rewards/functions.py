@@ -30,7 +30,7 @@ from rayhelper.text import DID_YOU_MEAN, nearest
 from rayhelper.watch.time_limit import awaited_within, within
 from trainers.batch import Ragged
 from trainers.plugins import REWARDS, register_reward
-from trainers.rewards import ms_swift  # noqa: F401 - which registers its functions
+from trainers.rewards import ms_swift
 from trainers.rewards.texts import completion_text
 
 RewardFunction = Callable[..., Any]
@@ -113,8 +113,9 @@ def check_columns(
     offered = [*GIVEN, *(name for name in columns if name not in RESERVED_COLUMNS)]
     for function, name in functions:
         _check_parameters(function, name, offered, dataset)
-        if function is exact_answer and not set(TRUTHS) & set(offered):
-            raise ValueError(NO_TRUTHS)
+        for asks, needed, told in ONE_OF:
+            if function is asks and not set(needed) & set(offered):
+                raise ValueError(told)
 
 
 def _accepted(function: RewardFunction, name: str, offered: dict[str, Any]) -> dict[str, Any]:
@@ -242,6 +243,12 @@ def exact_answer(
         None if number is None else float(_answer_number(completion_text(completion)) == number)
         for completion, number in zip(completions, wanted, strict=True)
     ]
+
+
+ONE_OF: tuple[tuple[RewardFunction, Sequence[str], str], ...] = (  # functions that need one of several columns
+    (exact_answer, TRUTHS, NO_TRUTHS),
+    (ms_swift.ms_swift_math, ("messages", "solution"), ms_swift.NO_ANSWERS),
+)
 
 
 def _answer_number(text: str) -> Fraction | None:

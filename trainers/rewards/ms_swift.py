@@ -74,6 +74,9 @@ def _answer(text: str) -> str | None:
     return None if match is None else match[1].strip()
 
 
+NO_ANSWERS = "ms_swift_math needs the right answers: a last turn of the assistant in messages, or a column solution"
+
+
 @register_reward("ms_swift_math")
 def ms_swift_math(
     completions: Sequence[Any],
@@ -95,9 +98,7 @@ def ms_swift_math(
     elif solution is not None:
         truths = [str(one) for one in solution]
     else:
-        raise ValueError(
-            "ms_swift_math needs the right answers: a last turn of the assistant in messages, or a column solution"
-        )
+        raise ValueError(NO_ANSWERS)
     found = [last_turn_text(completion) for completion in completions]
     return [float(_same_expression(*map(_in_box, pair))) for pair in zip(found, truths, strict=True)]
 

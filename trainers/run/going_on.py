@@ -1,6 +1,7 @@
 """A run whose workers died goes on by itself: ``resume_on_failure``.
 
     going_on(config, start)      start(config), and again from the newest checkpoint while resumes are left
+    how_to_continue()            the advice of a run that ended early
 
 All workers are ended first and then started anew, so that the run goes on as a new command with
 ``resume_from_checkpoint`` would, equal to one that never failed to the last bit.
@@ -20,7 +21,16 @@ from trainers.checkpoint import ages, newest
 
 FAILURES = (WorkerDiedError, DeadlineError)
 is_going_on: ContextVar[bool] = ContextVar("is_going_on", default=False)  # whether ``going_on`` runs the trainer
+builds_model: ContextVar[str | None] = ContextVar("builds_model", default=None)  # of a plugin, which may train it
 logger = logging.getLogger(__name__)
+
+
+def how_to_continue() -> str:
+    """What to do after a run that ended early and left a checkpoint. A run inside a plugin has no command."""
+    name = builds_model.get()
+    if name is None:
+        return "To go on, run the same command with --resume_from_checkpoint auto"
+    return f"This run builds model {name!r} of a plugin. The same command begins it at step 0"
 
 
 def going_on(config: Any, start: Callable[[Any], dict[str, float]]) -> dict[str, float]:

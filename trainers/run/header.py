@@ -23,13 +23,14 @@ from safetensors import SafetensorError, safe_open
 
 from rayhelper import DeviceGroups
 from rayhelper.planning.model_shape import ModelShape
-from trainers.checkpoint import GROWN
+from trainers.checkpoint import GROWN, checkpoints
 from trainers.configuration.reading.command_line import read_from
 from trainers.configuration.reading.folders import names_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 from trainers.configuration.tuners import shown_tuner
 from trainers.configuration.vision import vision_settings
 from trainers.data.broken_rows import counted_of
+from trainers.run.going_on import builds_model
 
 PARTS_OF_VISION = {"vit": "the vision tower", "aligner": "the aligner", "llm": "the language model"}
 MOST_LINES = 15
@@ -45,6 +46,23 @@ def header(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> lis
     return [line if len(line) <= MOST_CHARACTERS else f"{line[: MOST_CHARACTERS - 4]} ..." for line in lines][
         :MOST_LINES
     ]
+
+
+def start_lines(config: TrainConfig, checkpoint: Path | None) -> Iterator[str]:
+    """What ``output_dir`` holds of earlier runs, where a run starts at step 0."""
+    folder = Path(config.output_dir)
+    if checkpoint is not None:
+        return
+    found, final = checkpoints(folder), folder / "final"
+    if config.resume_from_checkpoint and not found:
+        yield f"resume_from_checkpoint: {folder} has no checkpoint, so the run starts at step 0"
+    if final.exists():
+        can_resume = found and not config.resume_from_checkpoint and builds_model.get() is None
+        advice = "; to go on with that run, write resume_from_checkpoint: auto" if can_resume else ""
+        yield (
+            f"{final} is of an earlier run, and is replaced at the end of this one. To keep it, write another "
+            f"output_dir{advice}"
+        )
 
 
 def _model(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
@@ -79,9 +97,11 @@ def _has_tower(model: str) -> bool | None:
 
 
 def trainer_name(config: Any) -> str:
-    """What the command line calls the trainer of a configuration; of a user's own, the name of its class."""
+    """What the command line calls the trainer of a configuration; of a user's own, its class in small letters."""
     kind = type(config)
-    return names_of(kind)[0] if kind.__module__.startswith("trainers.") else kind.__name__
+    return (
+        names_of(kind)[0] if kind.__module__.startswith("trainers.") else kind.__name__.removesuffix("Config").lower()
+    )
 
 
 def num_parameters(model: str) -> int | None:

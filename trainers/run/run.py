@@ -43,8 +43,8 @@ from trainers.run import origin
 from trainers.run.bad_steps import BAD_STEPS, BadSteps
 from trainers.run.best import Best
 from trainers.run.folder_lock import FolderLock, held
-from trainers.run.going_on import is_going_on
-from trainers.run.header import header, trainer_name
+from trainers.run.going_on import builds_model, how_to_continue, is_going_on
+from trainers.run.header import header, start_lines, trainer_name
 from trainers.run.stopping import EXIT_CODE, StepGivenUp, Stop, Stopped, StopSignals
 from trainers.run.throughput import WORK, throughput
 from trainers.run.timing import Stopwatch, step_times
@@ -169,14 +169,9 @@ class Run:
             logging_steps=config.logging_steps,
             config=masked({field.name: getattr(config, field.name) for field in fields(config)}),
         )
-        for line in header(config, self.num_steps, self.order):
+        for line in (*header(config, self.num_steps, self.order), *start_lines(config, self.checkpoint)):
             self.trackers.console.write(line)
         self.best.check_there(self.output_dir)
-        if self.checkpoint is None and self.final.exists():
-            self.trackers.console.write(
-                f"{self.final} is of an earlier run, and is replaced at the end of this one. To keep it, write another "
-                "output_dir; to go on with that run, write resume_from_checkpoint: auto"
-            )
 
     def __enter__(self) -> Run:
         self.open.enter_context(self.signals)
@@ -222,7 +217,7 @@ class Run:
         saved = checkpoints(self.output_dir)
         if not saved:
             return ""
-        return f"saved before: {saved[-1]}. To go on, run the same command with --resume_from_checkpoint auto"
+        return f"saved before: {saved[-1]}. {how_to_continue()}"
 
     def _where_it_is(self) -> str:
         """The stacks of all ranks, and the checkpoint to go on from. Any thread may call it."""
@@ -297,8 +292,7 @@ class Run:
         if self.trackers is not None:
             self.trackers.console.write(
                 f"stopped by {stop.reason} after step {self.step} of {self.num_steps}; saved "
-                f"{checkpoint_folder(self.output_dir, self.step)}. To go on, run the same command with "
-                "--resume_from_checkpoint auto"
+                f"{checkpoint_folder(self.output_dir, self.step)}. {how_to_continue()}"
             )
         raise Stopped(stop.code)
 
@@ -530,7 +524,7 @@ class Run:
                 )
             if best := self.best.told(self.output_dir):
                 self.trackers.console.write(best)
-            if checkpoints(self.output_dir):
+            if checkpoints(self.output_dir) and builds_model.get() is None:
                 self.trackers.console.write(
                     "to train on from the last checkpoint, run the same command with --resume_from_checkpoint auto and "
                     "a larger max_steps or num_train_epochs"

@@ -40,6 +40,7 @@ from trainers.parts.inputs import REWARD_MODEL, image_reader, read_rows
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.plugins import MODELS, load_plugins, resolve_model
 from trainers.report.command import write_of
+from trainers.rewards.functions import check_columns
 from trainers.rewards.models import check_reward_model, names_reward_model
 from trainers.rollout.hf.settings import check_generation_kwargs
 from trainers.run import origin
@@ -125,6 +126,11 @@ class SamplingTrainer:
         self.rows: Any = read_rows(config, config.dataset, config.dataset_split, seen_rows(config))
         with mistakes_of("dataset"):
             prompt_of(self.rows[0])
+        for key in ("prm_model", "orm_model"):
+            spec = getattr(config, key)
+            if spec is not None and not names_reward_model(spec):
+                with mistakes_of(key):
+                    check_columns([scoring_function(spec, takes_steps=False)], self.rows.column_names)
         check_writable(config.output_path, self.rows[0])
         self.ids = [row_id(row) for row in self.rows]
         self.order = positions_of(config, len(self.rows))

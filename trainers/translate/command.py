@@ -18,7 +18,7 @@ from trainers.translate.table import Ours, Theirs
 from trainers.translate.writer import as_yaml
 
 NAME = "translate"
-USAGE = "usage: python -m trainers translate FILE|-- COMMAND [--from SYSTEM] [--trainer NAME] > ours.yaml"
+USAGE = "usage: {program} translate FILE|-- COMMAND [--from SYSTEM] [--trainer NAME] > ours.yaml"
 BY_KEYS: dict[str, tuple[Callable[[Theirs, Ours], None], dict[str, object]]] = {
     "verl": (verl.translate, verl_names.DEFAULTS),
     "siirl": (siirl.translate, siirl.DEFAULTS),
@@ -29,7 +29,14 @@ BY_KEYS: dict[str, tuple[Callable[[Theirs, Ours], None], dict[str, object]]] = {
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0 all is translated (what has no equivalent is told), 2 something was refused."""
     if not arguments or {"-h", "--help"} & {arguments[0]}:
-        print(f"{USAGE}\nSYSTEM is one of {', '.join(SYSTEMS)}; left out, the source says it.", file=sys.stderr)
+        from trainers.cli import program_name
+
+        print(
+            USAGE.format(program=program_name()),
+            f"SYSTEM is one of {', '.join(SYSTEMS)}; left out, the source says it.",
+            sep="\n",
+            file=sys.stderr,
+        )
         return 0 if arguments else 2
     try:
         rest, system, trainer = _options(arguments)

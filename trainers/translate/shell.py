@@ -1,9 +1,9 @@
 """The commands of a shell script with their variables filled in, without running anything.
 
 Understood are assignments, ``export``, arrays, quotes, continued lines, comments, ``$NAME``, ``${NAME}``,
-``${NAME:-default}``, ``${NAME[@]}`` and ``$((arithmetic))``. What cannot be known without running the script (the
-output of a command, a variable that a condition sets, one that nobody sets) is marked, and is a mistake
-where it is used.
+``${NAME:-default}``, ``${NAME[@]}``, ``$((arithmetic))`` and ``$(expr A op B)``. What cannot
+be known without running the script (the output of another command, a variable that a condition sets, one that nobody
+sets) is marked, and is a mistake where it is used.
 """
 
 from __future__ import annotations
@@ -101,14 +101,13 @@ class Script:
         rest = raw[place:]
         if rest.startswith("`"):
             end = raw.find("`", place + 1)
-            return _unknown(raw[place : end + 1]), (end + 1 if end > 0 else len(raw))
+            return self._output(raw[place + 1 : end], raw[place : end + 1]), (end + 1 if end > 0 else len(raw))
         if rest.startswith("$(("):
             end = raw.find("))", place)
             return self._arithmetic(raw[place + 3 : end]), end + 2
         if rest.startswith("$("):
             end = _closing(raw, place + 1, "(", ")")
-            is_here = raw[place : end + 1] == "$(pwd)"
-            return self.environment.get("PWD") if is_here else _unknown(raw[place : end + 1]), end + 1
+            return self._output(raw[place + 2 : end], raw[place : end + 1]), end + 1
         if rest.startswith("${"):
             end = _closing(raw, place + 1, "{", "}")
             return self._braced(raw[place + 2 : end]), end + 1
@@ -142,13 +141,15 @@ class Script:
             return "" if is_empty else self.text(match["default"])
         return self.text(match["default"]) if is_empty else found
 
+    def _output(self, command: str, written: str) -> str | None:
+        """What a command prints, if it is one that this file knows."""
+        program, _, arguments = command.strip().partition(" ")
+        if command.strip() == "pwd":
+            return self.environment.get("PWD")
+        return _calculated(self.text(arguments), written) if program == "expr" else _unknown(written)
+
     def _arithmetic(self, written: str) -> str:
-        filled = self.text(re.sub(r"(?<![\w${])([A-Za-z_]\w*)", r"$\1", written))
-        try:
-            return str(_number(ast.parse(filled.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError):
-            inner = re.search(f"{MARK}([^{MARK}]*){MARK}", filled)
-            return _unknown(inner[1] if inner else f"$(({written}))")
+        return _calculated(self.text(re.sub(r"(?<![\w${])([A-Za-z_]\w*)", r"$\1", written)), f"$(({written}))")
 
 
 def commands(text: str, environment: Mapping[str, str]) -> list[list[str]]:
@@ -295,6 +296,15 @@ def _closing(text: str, place: int, opens: str, closes: str) -> int:
             return place
         place += 2 if char == "\\" else 1
     return len(text)
+
+
+def _calculated(filled: str, written: str) -> str:
+    """The value of an expression, variables filled in; where one is not known, that variable is what is not known."""
+    try:
+        return str(_number(ast.parse(filled.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        inner = re.search(f"{MARK}([^{MARK}]*){MARK}", filled)
+        return _unknown(inner[1] if inner else written)
 
 
 def _number(node: ast.AST) -> int:

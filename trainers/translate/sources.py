@@ -107,13 +107,17 @@ def _named(words: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _checked(words: list[str], name: str) -> list[str]:
-    """The words. Raises ConfigError naming the variables that nothing sets."""
+    """The words. Raises ConfigError naming the variables that nothing sets, and what is no variable."""
     told = [f"{_readable(word)}: {', '.join(unknown)}" for word in words if (unknown := unknown_in(word))]
     if told:
-        raise ConfigError(
-            f"{name} uses what is known only while it runs. Set it in the environment of this command:\n  - "
-            + "\n  - ".join(told)
+        names = {one.split(",")[0] for word in words for one in unknown_in(word)}
+        is_set = all(name.isidentifier() for name in names)
+        advice = (
+            "Set it in the environment of this command"
+            if is_set
+            else "Set variables in the environment of this command. In a copy, replace each $(command) by its value"
         )
+        raise ConfigError(f"{name} uses what is known only while it runs. {advice}:\n  - " + "\n  - ".join(told))
     return words
 
 

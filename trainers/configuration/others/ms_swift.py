@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,12 @@ def torchrun_options(environment: Mapping[str, str]) -> list[str]:
     if "TORCHELASTIC_RUN_ID" in environment or not {"NPROC_PER_NODE", "NNODES"} & set(environment):
         return []
     return [f"--{option}={environment[name]}" for name, option in TORCHRUN.items() if environment.get(name)]
+
+
+def num_processes(environment: Mapping[str, str]) -> int:
+    """How many processes torchrun starts on all nodes; 0 where only torchrun knows it (``NPROC_PER_NODE=gpu``)."""
+    sizes = [environment.get(name) or "1" for name in ("NPROC_PER_NODE", "NNODES")]
+    return math.prod(map(int, sizes)) if all(size.isdecimal() for size in sizes) else 0
 
 
 def is_placed(keys: Mapping[str, Any], environment: Mapping[str, str]) -> bool:

@@ -76,6 +76,43 @@ def read_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | Non
     if asked := {"--help", "-h"} & set(argv):
         after = argv[argv.index(asked.pop()) + 1 :]
         print_help(config_type, prog, after[0] if after and not after[0].startswith("-") else None)
+    given, held, ours, defaults, values = _typed_keys(config_type, argv)
+    missing = [name for name in ours if defaults[name] is dataclasses.MISSING and name not in given.values]
+    if wants_print(argv):
+        if not missing:
+            config_type(**unmasked(differing(defaults, ours) | values))  # what would not run is not printed
+        shown = {name: None if name in missing else value for name, value in (defaults | values).items()}
+        print(as_yaml(masked(shown)), end="")
+        sys.exit(0)
+    config = config_type(**unmasked(differing(defaults, ours) | values))
+    read_from.set((config, {key: given.origins[key] for key in given.origins if key in values}))
+    if given.notes:
+        told = {
+            reason: [name for name in given.notes if given.notes[name] == reason] for reason in given.notes.values()
+        }
+        logger.info("not needed here: %s", "; ".join(f"{', '.join(told[reason])} ({reason})" for reason in told))
+    return config, told_of(held, ours, defaults, given)
+
+
+def wants_print(argv: Sequence[str]) -> bool:
+    """Whether ``--print_config`` is asked for."""
+    return any(argument.startswith("--print_config") for argument in argv)
+
+
+def read_keys(config_type: type[ConfigT], argv: Sequence[str]) -> dict[str, Any]:
+    """All keys that arguments and their file mean, defaults among them; whether they go together is not looked at.
+
+    Raises:
+        ConfigError: unknown keys, wrong types and missing keys, all of them at once.
+    """
+    *_, defaults, values = _typed_keys(config_type, argv)
+    return defaults | values
+
+
+def _typed_keys(
+    config_type: type[ConfigT], argv: Sequence[str]
+) -> tuple[GivenKeys, Any, dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What is given, whose defaults hold, the class's own defaults, those that hold, and the values given."""
     fields = {field.name: field for field in dataclasses.fields(config_type) if field.init}  # type: ignore[arg-type]
     types = types_of(config_type)
     ours = {name: default_of(field) for name, field in fields.items()}
@@ -93,25 +130,11 @@ def read_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | Non
         except ConfigError as error:
             mistakes.append(f"{where}: {error}")
     missing = [name for name in fields if defaults[name] is dataclasses.MISSING and name not in given.values]
-    wants_print = any(argument.startswith("--print_config") for argument in argv)
-    if missing and not wants_print:
+    if missing and not wants_print(argv):
         mistakes.append(f"{' and '.join(missing)} must be given, in the file or as --{missing[0]}")
     if mistakes:
         raise ConfigError(mistakes[0] if len(mistakes) == 1 else "\n  - ".join(["several mistakes", *mistakes]))
-    if wants_print:
-        if not missing:
-            config_type(**unmasked(differing(defaults, ours) | values))  # what would not run is not printed
-        shown = {name: None if name in missing else value for name, value in (defaults | values).items()}
-        print(as_yaml(masked(shown)), end="")
-        sys.exit(0)
-    config = config_type(**unmasked(differing(defaults, ours) | values))
-    read_from.set((config, {key: given.origins[key] for key in given.origins if key in values}))
-    if given.notes:
-        told = {
-            reason: [name for name in given.notes if given.notes[name] == reason] for reason in given.notes.values()
-        }
-        logger.info("not needed here: %s", "; ".join(f"{', '.join(told[reason])} ({reason})" for reason in told))
-    return config, told_of(held, ours, defaults, given)
+    return given, held, ours, defaults, values
 
 
 def differing(defaults: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:

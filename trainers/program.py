@@ -132,7 +132,8 @@ def _help_of(words: Sequence[str]) -> str:
         known = [name for name in [*ms_swift.COMMANDS, ROLLOUT] if words[0] == "swift" or name != "sample"]
         return (
             f"usage: {program_name()} {words[0]} COMMAND [FILE] [--key VALUE ...]\nA command of ms-swift, with its "
-            f"keys and defaults. COMMAND is one of {', '.join(known)}.\nHelp of one: {program_name()} {words[0]} sft --help"
+            f"keys and defaults. COMMAND is one of {', '.join(known)}.\n"
+            f"Help of one: {program_name()} {words[0]} sft --help"
         )
     is_rlhf = words[0] == RLHF or (words[0] in PROGRAMS and words[1] == RLHF)
     if asks and is_rlhf and not any(word.partition("=")[0] in ("--rlhf_type", "--config") for word in words):

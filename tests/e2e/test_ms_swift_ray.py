@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from benchmarks.tiny.vision import TEMPLATE
 from rayhelper.planning.dry_run import make_plan
 from tests.backends.ranks import run_ranks
 from tests.backends.test_megatron_kept import seeing, tensors_of
@@ -52,7 +53,9 @@ def rows(folder: Path) -> Path:
 
 def model(folder: Path, seed: int) -> str:
     seeing("qwen3_5", folder, seed, max_position_embeddings=16_384)
-    tiny_tokenizer().save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE  # as Qwen3.5's, it takes texts and pictures as parts
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 

@@ -20,6 +20,7 @@ def console(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """What a handler on the root logger writes to stderr; logging and variables are as before in the end."""
     root, written = logging.getLogger(), io.StringIO()
     monkeypatch.setattr(logs, "sys", SimpleNamespace(stderr=written, stdout=None))
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # false once another test has imported vLLM
     handler, level, variables = logging.StreamHandler(written), root.level, environment()
     root.addHandler(handler)
     root.setLevel(logging.INFO)

@@ -783,7 +783,7 @@ def test_the_backend_is_built_with_its_settings_and_what_every_backend_is_told(b
     of_sharding |= {"activation_memory_budget"}
     in_settings = {"optimizer_offload"}
     others = {"padding_free", "model_init_kwargs", "device", "num_labels", "router_aux_loss_coef"}
-    others |= {"neftune_noise_alpha", "tuner", "quantization", "sequence_parallel_size", "vision"}
+    others |= {"neftune_noise_alpha", "tuner", "quantization", "sequence_parallel_size", "pooling"}
     assert given.keys() == (of_fsdp | {"settings", "async_save"}) - of_sharding - in_settings - others
 
 

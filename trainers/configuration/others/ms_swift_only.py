@@ -36,7 +36,7 @@ MS_SWIFT_ONLY = frozenset(
     lr_warmup_fraction lr_warmup_init lr_warmup_iters lr_wsd_decay_iters lr_wsd_decay_style manual_gc manual_gc_eval
     manual_gc_steps max_epochs max_shard_size mcore_adapter mcore_model mcore_ref_adapter mcore_ref_model
     megatron_extra_kwargs mhc_recompute_layer_num micro_batch_size mlp_padding_free model_author model_name
-    move_model_batches mrl_dims mtp_decoder_input_detach mtp_shared_weights multi_turn_scheduler
+    move_model_batches mtp_decoder_input_detach mtp_shared_weights multi_turn_scheduler
     muon_coefficient_type muon_scalar_optimizer nccl_comm_warmup no_load_optim no_load_rng
     no_save_optim no_save_rng norm_bbox off_policy_sequence_mask_delta offload_bridge optimizer_cuda_graph
     overlong_filter packing_length packing_num_proc preserve_thinking quant_bits quant_method real_tau ref_adapters

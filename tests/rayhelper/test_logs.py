@@ -20,13 +20,18 @@ def console(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """What a handler on the root logger writes to stderr; logging and variables are as before in the end."""
     root, written = logging.getLogger(), io.StringIO()
     monkeypatch.setattr(logs, "sys", SimpleNamespace(stderr=written, stdout=None))
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # false once another test has imported vLLM
     handler, level, variables = logging.StreamHandler(written), root.level, environment()
+    library = logging.getLogger("vllm")  # another test may have imported vLLM, which configures it
+    configured = library.level, library.propagate
+    library.setLevel(logging.NOTSET)
+    library.propagate = True
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     try:
         yield written
     finally:
+        library.setLevel(configured[0])
+        library.propagate = configured[1]
         root.removeHandler(handler)
         assert (root.level, handler.filters) == (logging.INFO, [])
         root.setLevel(level)

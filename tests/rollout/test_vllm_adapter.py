@@ -306,10 +306,10 @@ def test_what_vllm_cannot_do_is_named_before_anything_starts(keys: dict[str, Any
 @pytest.mark.parametrize(
     ("name", "targets", "told"),
     [
-        ("glm4", ["all-linear"], r"layers gate_up_proj of glm4 .*lora_target_modules: \[down_proj, k_proj, o_proj"),
+        ("glm4", ["all-linear"], r"layers gate_up_proj of glm4[.] .*lora_target_modules: \[down_proj, k_proj, o_proj"),
         ("lfm2", ["all-linear"], "layers in_proj of lfm2"),
         ("gemma4_text", ["all-linear"], "layers per_layer_model_projection of gemma4_text"),
-        ("falcon_h1", ["q_proj", "in_proj"], r"layers in_proj of falcon_h1 .*lora_target_modules: \[q_proj\]"),
+        ("falcon_h1", ["q_proj", "in_proj"], r"layers in_proj of falcon_h1[.] .*lora_target_modules: \[q_proj\]"),
         ("nemotron_h", ["all-linear"], "layers in_proj, out_proj of nemotron_h"),
         *(
             (name, ["q_proj"], f"beside experts on a CPU, as {name} has")

@@ -27,9 +27,8 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.batch import Ragged
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, sequences_per_step, total_steps
-from trainers.data.broken_rows import without_broken
 from trainers.data.packs import batches_of
-from trainers.data.texts.groups import COLUMNS, Groups, seen_by, tokenize_groups
+from trainers.data.texts.groups import Groups, read_groups
 from trainers.embedding.config import EmbeddingConfig, Pooling
 from trainers.embedding.correlations import correlations
 from trainers.embedding.loss import PoolOf, embedding_loss, loss_of_rows, similarity_metrics
@@ -40,6 +39,7 @@ from trainers.parts.checks import check_before_start
 from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_rows
 from trainers.parts.model_checks import configuration_of, is_encoder
 from trainers.parts.policy import Policy
+from trainers.parts.tokenizer import token_id
 from trainers.run.run import Run, saved_order
 
 HEADLINE = ("loss", "margin", "learning_rate")
@@ -91,14 +91,14 @@ class EmbeddingTrainer:
         config = self.config
         rows = read_rows(dataclasses.replace(config, system=None), source, split, self.images)  # of every text
         with mistakes_of("dataset"):
-            rows = without_broken(rows, seen_by(self.images), *COLUMNS, skip=config.skip_broken_rows)
-            groups = tokenize_groups(
+            groups = read_groups(
                 rows,
                 self.encoder,
+                self.images,
+                skip=config.skip_broken_rows,
                 max_length=config.max_length,
                 drops=config.truncation_mode == "drop",
                 num_proc=config.dataset_num_proc,
-                has_images=self.images is not None,
             )
             if config.loss_type != "infonce":
                 check_labels(config, groups)
@@ -198,10 +198,10 @@ def end_id_of(config: EmbeddingConfig, tokenizer: Any) -> int | None:
     """The id of ``end_token``. Raises ConfigError for what is no token of the model."""
     if config.end_token is None:
         return None
-    found = tokenizer.convert_tokens_to_ids(config.end_token)
-    if found is None or found == tokenizer.unk_token_id:
+    found = token_id(tokenizer, config.end_token)
+    if found is None:
         raise ConfigError(f"end_token: {config.end_token!r} is no token of the model. Write one, or remove it")
-    return int(found)
+    return found
 
 
 def pooling_of(config: EmbeddingConfig, files: SentenceFiles, found: Any) -> Pooling:

@@ -63,6 +63,12 @@ def tokenizer_there(config: RunConfig) -> Any:
     return load_tokenizer(config, name) if is_there(name, Path.is_dir) else None
 
 
+def token_id(tokenizer: Any, token: str) -> int | None:
+    """The id of one token; None: the tokenizer does not have it."""
+    found = tokenizer.convert_tokens_to_ids(token)
+    return None if found is None or found == tokenizer.unk_token_id else int(found)
+
+
 def new_tokens(config: RunConfig) -> list[str]:
     """The tokens that ``new_special_tokens`` names."""
     return read_tokens(config.new_special_tokens) if isinstance(config, TrainConfig) else []

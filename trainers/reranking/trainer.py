@@ -26,14 +26,14 @@ from trainers.backends.scores.evaluated import evaluated
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.packs import pack_length
 from trainers.configuration.shared import SEQUENCES_PER_STEP, changed, order_by_rows_of, sequences_per_step, total_steps
-from trainers.data.broken_rows import without_broken
 from trainers.data.packs import batches_of
-from trainers.data.texts.groups import COLUMNS, Groups, seen_by, tokenize_groups
+from trainers.data.texts.groups import Groups, read_groups
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
 from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_rows
 from trainers.parts.model_checks import configuration_of, is_encoder
 from trainers.parts.policy import Policy
+from trainers.parts.tokenizer import token_id
 from trainers.reranking.config import RerankingConfig
 from trainers.reranking.loss import Counts, YesOrNo, answered_loss, reranking_loss, scored_loss
 from trainers.reranking.texts import PairEncoder
@@ -88,14 +88,14 @@ class RerankingTrainer:
         config = self.config
         rows = read_rows(config, source, split, self.images)
         with mistakes_of("dataset"):
-            rows = without_broken(rows, seen_by(self.images), *COLUMNS, skip=config.skip_broken_rows)
-            groups = tokenize_groups(
+            groups = read_groups(
                 rows,
                 self.encoder,
+                self.images,
+                skip=config.skip_broken_rows,
                 max_length=config.max_length,
                 drops=True,
                 num_proc=config.dataset_num_proc,
-                has_images=self.images is not None,
             )
         no_ids = None if self.answers is None else np.full(len(groups), self.answers[1], np.int64)
         return dataclasses.replace(groups, labels=None, no_ids=no_ids)
@@ -191,10 +191,10 @@ def answer_ids(config: RerankingConfig, tokenizer: Any) -> tuple[int, int]:
     """The tokens that say yes and no. Raises ConfigError for words that are no token of their own."""
     ids = []
     for name in ("generative_reranker_positive_token", "generative_reranker_negative_token"):
-        found = tokenizer.convert_tokens_to_ids(getattr(config, name))
-        if found is None or found == tokenizer.unk_token_id:
+        found = token_id(tokenizer, getattr(config, name))
+        if found is None:
             raise ConfigError(f"{name}: {getattr(config, name)!r} is no token of the model. Write one")
-        ids.append(int(found))
+        ids.append(found)
     return ids[0], ids[1]
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainers.batch import Batch, Ragged, Sequences
-from trainers.data.broken_rows import Mistake, in_column, warn_left_out
+from trainers.data.broken_rows import Mistake, in_column, warn_left_out, without_broken
 from trainers.data.images.pictures import Pictures
 from trainers.data.images.processor import ImageReader
 from trainers.data.rows import _ragged
@@ -223,9 +223,23 @@ def tokenize_groups(
     )
 
 
-def seen_by(images: ImageReader | None) -> Any:
-    """``group_mistake`` for a model that reads ``images``, or none."""
-    return partial(group_mistake, images=images)
+def read_groups(
+    rows: Dataset,
+    encode: Callable[[Members], Encoded],
+    images: ImageReader | None,
+    *,
+    skip: bool,
+    max_length: int | None,
+    drops: bool,
+    num_proc: int | None,
+) -> Groups:
+    """``tokenize_groups`` of the rows that are not broken; ``images``: reads the pictures of a model that sees.
+
+    Raises ConfigError for broken rows, unless ``skip``, and ValueError as ``tokenize_groups`` does.
+    """
+    rows = without_broken(rows, partial(group_mistake, images=images), *COLUMNS, skip=skip)
+    sees = images is not None
+    return tokenize_groups(rows, encode, max_length=max_length, drops=drops, num_proc=num_proc, has_images=sees)
 
 
 def _conversations(value: Any, images: Any) -> list[Conversation]:

@@ -9,6 +9,7 @@ SEEING = {  # models that also see, and what their language model is
     "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
@@ -16,14 +17,16 @@ READ_BY_VLLM = ("qwen3_5", "qwen3_5_moe")  # of these, what vLLM completes as la
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # some layers go by the gated delta rule
 MODEL_TYPES = (
     *("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
-    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", *DELTA),
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", *DELTA),
 )
 ROTATIONS = ("default", "linear", "llama3", "yarn")
 OF_PICTURES = "mrope"  # what older files of Qwen2.5-VL call the default, where there are positions of pictures
 BIASED = ("qwen2", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text")  # queries, keys and values have biases
-NORMED = ("qwen3", "qwen3_moe", "qwen3_vl_text", *DELTA)  # queries and keys have norms
+NORMED = ("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", *DELTA)  # queries and keys have norms
 SHARED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")  # mixtures with an expert for all tokens
-MIXED = ("qwen3_moe", *SHARED)  # mixtures of experts
+MIXED = ("qwen3_moe", "qwen3_vl_moe_text", *SHARED)  # mixtures of experts
+NORMS_CHOICES = ("qwen3_vl_moe_text", *DELTA)  # probabilities of a token's experts add up to one, unless it is said
+ALWAYS = ("qwen3_vl_moe_text", "qwen3_5_moe_text")  # of these, whatever is said
 
 
 def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
@@ -52,10 +55,12 @@ def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
         yield "its qkv_bias is false, and queries, keys and values have biases"
     if kind in SHARED and config.get("shared_expert_intermediate_size") == 0:
         yield "its shared_expert_intermediate_size is 0, and layers of experts have a shared one"
-    if kind in MIXED and config.get("num_experts") == 0:
+    if kind in MIXED and config.get("num_experts", config.get("num_local_experts")) == 0:
         yield "its num_experts is 0, and a mixture has experts"
     if kind in MIXED and config.get("num_experts_per_tok") == 1 and _norms_choices(config):
         yield "its norm_topk_prob is true with num_experts_per_tok 1, which megatron-core's router refuses"
+    if kind in ALWAYS and not _norms_choices(config):
+        yield "its norm_topk_prob is false, and the probabilities of a token's experts add up to one"
     if kind in DELTA:
         keys, values = config.get("linear_num_key_heads", 16), config.get("linear_num_value_heads", 32)
         if values % keys:
@@ -69,7 +74,7 @@ def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _norms_choices(config: Mapping[str, Any]) -> bool:
     """Whether the probabilities of a token's experts are made to add up to one."""
-    return bool(config.get("norm_topk_prob", config.get("model_type") in DELTA))
+    return bool(config.get("norm_topk_prob", config.get("model_type") in NORMS_CHOICES))
 
 
 def has_experts(config: Any, layer: int) -> bool:

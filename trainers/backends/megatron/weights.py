@@ -29,7 +29,7 @@ from torch.nn import Parameter
 from trainers.backends.megatron.architectures import SEEING
 from trainers.backends.megatron.tensors.kept import FILES, KEPT, TOWER, KeptTensors
 from trainers.backends.megatron.tensors.sources import Block, Source
-from trainers.backends.megatron.tensors.stacks import STACK, stack_shapes, stacking, unstacked
+from trainers.backends.megatron.tensors.stacks import STACK, is_transposed, stack_shapes, stacking, unstacked
 from trainers.backends.megatron.tensors.table import (
     EMBEDDING,
     GROUPED,
@@ -163,6 +163,7 @@ class MegatronWeights:
         self.generation: str | None = None  # how to generate, as the model that was loaded says
         self.kept: KeptTensors | None = None  # what it has beside
         self.is_inner = self.is_stacked = False  # whether it has names of a model that also sees; whether stacks
+        self.transposed: set[str] = set()  # stacks whose rows and columns are exchanged
         self.tower_name = TOWER[0]  # how names of its vision tower begin
         self._slots: list[Slot] = []
         own_blocks = [block for model in models for block in self._bind(model)]
@@ -185,7 +186,7 @@ class MegatronWeights:
             tensors: dict[str, Any] = {}
             found = safetensors_files(folder)
             is_inner = is_stacked = False
-            tower_name, names = TOWER[0], set()
+            tower_name, names, transposed = TOWER[0], set(), set()
             for file in found:
                 opened = files.enter_context(safe_open(file, framework="pt"))
                 for outer in opened.keys():  # noqa: SIM118
@@ -193,13 +194,18 @@ class MegatronWeights:
                     if name in self._all_shapes:
                         tensors[name] = opened.get_slice(outer)
                     elif STACK.fullmatch(name):
-                        tensors |= unstacked(name, opened.get_slice(outer))
+                        stack = opened.get_slice(outer)
+                        sizes = (self.config.hidden_size, getattr(self.config, "moe_intermediate_size", 0))
+                        if is_other := is_transposed(name, stack, *sizes):
+                            transposed.add(outer)
+                        tensors |= unstacked(name, stack, is_transposed=is_other)
                         is_stacked = True
                     names |= {outer} if name in self.shapes else set()
                     is_inner |= outer.startswith(INNER)
                     tower_name = next((name for name in TOWER if outer.startswith(name)), tower_name)
             if self.kept is None:  # a checkpoint of this run, read later, has the same
                 self.is_inner, self.is_stacked, self.tower_name = is_inner, is_stacked, tower_name
+                self.transposed = transposed
                 beginnings = KEPT if self.head == "lm" else TOWER
                 self.kept = KeptTensors.of(folder, found, beginnings, without=names)
             self._check_all_given([*tensors, VALUES], self._all_shapes)
@@ -283,7 +289,7 @@ class MegatronWeights:
             kept.copy_files(folder)
         weights = self.named_weights()
         if self.is_stacked:
-            weights = stacking(weights, self._written_shapes())
+            weights = stacking(weights, self._written_shapes(), self.transposed)
         for file, names in files.items():
             in_file = {}
             for name in names:

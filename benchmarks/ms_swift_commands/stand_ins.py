@@ -25,11 +25,11 @@ SEEING = (  # the first that matches the model's name: of benchmarks/tiny/vision
     (r"Qwen3-VL", "qwen3_vl"),
     (r"Qwen3\.[58].*A\d+B", "qwen3_5_moe"),
     (r"Qwen3\.[58]", "qwen3_5"),
+    (r"Qwen2\.5-Omni", "qwen2_5_omni"),
+    (r"Qwen3-Omni", "qwen3_omni_moe"),
 )
 CONFIGURED = (  # the model_type in the config.json of the hub, and whether the code comes with the model
     (r"InternVL3", "internvl_chat", True),
-    (r"Qwen2\.5-Omni", "qwen2_5_omni", False),
-    (r"Qwen3-Omni", "qwen3_omni_moe", False),
     (r"Qwen2-Audio", "qwen2_audio", False),
     (r"Qwen3-TTS", "qwen3_tts", True),
     (r"Ovis2\.5", "ovis2_5", True),

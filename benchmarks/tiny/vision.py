@@ -177,7 +177,9 @@ def _omni(folder: Path, kind: str, text: dict[str, Any], vision: dict[str, Any])
         **_ids(tokenizer, audio_start_token_id=OMNI[-3], audio_end_token_id=OMNI[-2]),
         tie_word_embeddings=False,
     )
-    return getattr(transformers, f"{kind}Config")(thinker_config=thinker.to_dict(), enable_audio_output=False), tokenizer
+    return getattr(transformers, f"{kind}Config")(
+        thinker_config=thinker.to_dict(), enable_audio_output=False
+    ), tokenizer
 
 
 def _qwen2_5_omni(folder: Path, **text: Any) -> tuple[Any, Any]:

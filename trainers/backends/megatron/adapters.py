@@ -38,9 +38,9 @@ from trainers.backends.megatron.adapter_targets import (
     names_in_stacks,
     peft_fields,
 )
+from trainers.backends.megatron.tensors.names import canonical
 from trainers.backends.megatron.tensors.sources import Source
 from trainers.backends.megatron.tensors.table import VALUES
-from trainers.backends.megatron.tensors.names import canonical
 from trainers.backends.megatron.weights import MegatronWeights
 
 PREFIX, FILE = "base_model.model.", "adapter_model.safetensors"

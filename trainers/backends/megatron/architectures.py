@@ -34,7 +34,12 @@ NORMED = (  # queries and keys have norms
 )
 SHARED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")  # mixtures with an expert for all tokens
 MIXED = ("qwen3_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_text", *SHARED)  # mixtures of experts
-NORMS_CHOICES = ("qwen3_vl_moe_text", "qwen3_omni_moe_text", *DELTA)  # probabilities of a token's experts add up to one, unless it is said
+NORMS_CHOICES = (
+    "qwen3_vl_moe_text",
+    "qwen3_omni_moe_text",
+    *DELTA,
+)  # probabilities of a token's experts add up to one, unless it is said
+STACKED = ("qwen3_vl_moe_text",)  # of these: no checkpoint has experts one by one
 ALWAYS = ("qwen3_vl_moe_text", "qwen3_5_moe_text")  # of these, whatever is said
 
 
@@ -44,7 +49,9 @@ def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
     if kind in SEEING:  # older files of Qwen2.5-VL have the fields of the language model among the others
         config = config.get("thinker_config") or config
         inner = config.get("text_config") or {}
-        yield from architecture_mistakes({**config, **inner, "model_type": SEEING[kind] or inner.get("model_type", "qwen2")})
+        yield from architecture_mistakes(
+            {**config, **inner, "model_type": SEEING[kind] or inner.get("model_type", "qwen2")}
+        )
         return
     if kind not in MODEL_TYPES:
         yield f"the architecture {kind!r} is not known (known: {', '.join((*MODEL_TYPES, *SEEING))})"

@@ -462,11 +462,11 @@ class MegatronBackend:
         """
         with self.residence.weights_here():
             if self.adapter is None:
-                yield from self.weights.named_weights()
+                yield from self.weights.as_in_checkpoints(self.weights.named_weights())
                 return
-            for name, weight in self.weights.named_weights(self.adapter.merged):
-                if not trained_only or self.adapter.changes(name):
-                    yield name, weight
+            merged, changes = self.weights.named_weights(self.adapter.merged), self.adapter.changes
+            chosen = ((name, weight) for name, weight in merged if not trained_only or changes(name))
+            yield from self.weights.as_in_checkpoints(chosen)
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The matrices of the adapter alone, its scaling in B. Every rank."""

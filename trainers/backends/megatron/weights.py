@@ -26,12 +26,12 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Parameter
 
-from trainers.backends.megatron.architectures import SEEING
+from trainers.backends.megatron.architectures import SEEING, STACKED
 from trainers.backends.megatron.tensors import names as called
 from trainers.backends.megatron.tensors.kept import FILES, KeptTensors
 from trainers.backends.megatron.tensors.names import BESIDE, SIGHT, canonical
 from trainers.backends.megatron.tensors.sources import Block, Source
-from trainers.backends.megatron.tensors.stacks import STACK, is_transposed, stack_shapes, stacking, unstacked
+from trainers.backends.megatron.tensors.stacks import STACK, apart, is_transposed, stack_shapes, stacking, unstacked
 from trainers.backends.megatron.tensors.table import (
     EMBEDDING,
     GROUPED,
@@ -230,7 +230,7 @@ class MegatronWeights:
                 places[name].append(slot)
         given: set[str] = set()
         with torch.no_grad():
-            for outer, weight in named:
+            for outer, weight in apart(named):
                 name = canonical(outer)
                 if name == HEAD and self._is_tied:
                     name = EMBEDDING
@@ -254,6 +254,16 @@ class MegatronWeights:
         for bucket in self._buckets:
             for name, weight in self._gathered(bucket, of, first.dtype, first.device):
                 yield self.outer(name), weight
+
+    def as_in_checkpoints(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The ``named_weights`` under names that models of transformers are given: stacks where they know no experts.
+
+        All tensors of an expert's layer are among them, or none.
+        """
+        if self.config.model_type not in STACKED:
+            return weights
+        shapes = {self.outer(name): shape for name, shape in self.shapes.items()}
+        return stacking(weights, stack_shapes(shapes))
 
     def outer(self, name: str) -> str:
         """The name in the checkpoint that was loaded."""

@@ -1,7 +1,7 @@
 """How weights are called in checkpoints of models that also see, and here: as those of a language model alone.
 
-    thinker.model.layers.0.mlp.gate_proj.weight     here model.layers.0.mlp.gate_proj.weight
-    visual.merger.mlp.0.weight                      here model.visual.merger.mlp.0.weight
+thinker.model.layers.0.mlp.gate_proj.weight     here model.layers.0.mlp.gate_proj.weight
+visual.merger.mlp.0.weight                      here model.visual.merger.mlp.0.weight
 """
 
 from __future__ import annotations

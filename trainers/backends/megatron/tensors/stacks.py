@@ -7,7 +7,7 @@ have, and written as it was.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,19 @@ def unstacked(name: str, stack: Any, *, is_transposed: bool = False) -> Iterator
     for expert in range(count):
         for k, part in enumerate(parts):
             yield f"{experts}.{expert}.{part}.weight", OfStack(stack, expert, k * each, each, is_transposed)
+
+
+def apart(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights with each stack as the tensors of its experts."""
+    for name, weight in named:
+        found = STACK.fullmatch(name)
+        if found is None:
+            yield name, weight
+            continue
+        experts, kind = found.groups()
+        for number, one in enumerate(weight):
+            parts = {"gate": one.chunk(2)[0], "up": one.chunk(2)[1]} if kind == "gate_up_proj" else {"down": one}
+            yield from ((f"{experts}.{number}.{part}_proj.weight", rows) for part, rows in parts.items())
 
 
 def stack_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

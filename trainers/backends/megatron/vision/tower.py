@@ -65,9 +65,7 @@ class Tower:
         self.part = part if hasattr(part, "get_image_features") else whole  # a thinker's backbone is blind
         self.inner = f"{THINKER}model." if self.part is whole else "model.language_model."  # of the whole in memory
         self.dtype, self.is_here, self.freezes_language = dtype, False, "llm" in frozen
-        weights = {
-            f"model.{name}": weight for name, weight in self.part.named_parameters() if name.startswith(MODULES)
-        }
+        weights = {f"model.{name}": weight for name, weight in self.part.named_parameters() if name.startswith(MODULES)}
         self.shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         self.learned = {name for name, weight in weights.items() if weight.requires_grad}
 

@@ -237,7 +237,7 @@ def _smolvlm(folder: Path) -> tuple[Any, Any]:
     return config, tokenizer
 
 
-def _internvl(folder: Path) -> tuple[Any, Any]:
+def _internvl(folder: Path, **text: Any) -> tuple[Any, Any]:
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
     tokens = ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
@@ -248,7 +248,7 @@ def _internvl(folder: Path) -> tuple[Any, Any]:
     _processor_config(folder, "InternVLProcessor", image_seq_length=4)
     vision = _siglip(image_size=[16, 16], patch_size=[4, 4], projection_dropout=0.0, use_mean_pooling=False)
     config = transformers.InternVLConfig(
-        text_config=TEXT | {"model_type": "qwen2", "vocab_size": len(tokenizer), "dtype": "float32"},
+        text_config=TEXT | {"model_type": "qwen2", "vocab_size": len(tokenizer), "dtype": "float32"} | text,
         vision_config=vision | {"model_type": "internvl_vision"},
         image_seq_length=4,
         downsample_ratio=0.5,
@@ -302,7 +302,7 @@ FURTHER: dict[str, Callable[..., tuple[Any, Any]]] = {
 def save_vision(folder: str | Path, name: str = "qwen2_5_vl", seed: int = 0, **text: Any) -> str:
     """Writes a random model of ``MODELS`` or ``FURTHER`` in float32, its tokenizer and its processor; the folder.
 
-    ``text``: fields of the language model of Qwen's families.
+    ``text``: fields of the language model of Qwen's families and InternVL.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from rayhelper import ConfigError, DeviceGroups
 from trainers.backends.megatron.architectures import READ_BY_VLLM, SEEING, SPEAKING
+from trainers.backends.own_code import own_code_mistake
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
 from trainers.configuration.vision import vision_mistake
@@ -309,6 +311,9 @@ def configuration_of(model: str, trust_remote_code: bool, **kwargs: Any) -> Any:
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **kwargs)
     except Exception as error:  # of any kind, by what the folder holds
+        file = config_file(model)
+        if file is not None and (mistake := own_code_mistake(model, json.loads(file.read_text(encoding="utf-8")))):
+            raise ConfigError(mistake) from None
         told = " ".join(str(error).split())
         raise ConfigError(f"model: {model!r} has no configuration that can be read: {told}") from None
 

@@ -26,7 +26,7 @@ from tests.backends.test_megatron import CP, EP, FIRST, FULL, PLAIN, PP, SP, TP,
 from tests.e2e import runs
 from tests.e2e.test_megatron import assert_same_run, process
 from tests.images.test_pairs import PAIRS
-from tests.images.test_sft import ROWS, transformers_gradients, transformers_logps, whole_of
+from tests.images.test_sft import ROWS, transformers_gradients, transformers_logps, transpose_experts, whole_of
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.megatron.settings import MegatronSettings
 from trainers.backends.megatron.tensors.names import SIGHT, canonical
@@ -116,16 +116,6 @@ def in_memory(name: str) -> str:
 def stacked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same with the experts of a layer in one, as transformers has them in memory."""
     return dict(stacking(iter(weights.items()), stack_shapes({key: value.shape for key, value in weights.items()})))
-
-
-def transpose_experts(folder: str) -> None:
-    """Writes experts as Qwen's own files of Qwen3-VL have them."""
-    file = Path(folder) / "model.safetensors"
-    tensors = {
-        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
-        for name, tensor in load_file(file).items()
-    }
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def wanted(folder: str, batch: Sequences) -> dict[str, Any]:

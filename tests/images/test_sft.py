@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -119,6 +121,33 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
         one = torch.zeros_like(other) if one is None else one
         other = torch.zeros_like(one) if other is None else other
         assert float((one - other).abs().max()) <= MARGIN * max(1.0, largest), name
+
+
+def transpose_experts(folder: str) -> None:
+    """Writes experts as Qwen's own files of Qwen3-VL have them."""
+    file = Path(folder) / "model.safetensors"
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_experts_of_qwen3_vl_are_read_and_written_as_its_own_files_have_them(tmp_path: Path) -> None:
+    folder = save_vision(tmp_path / "model", "qwen3_vl_moe")
+    transpose_experts(folder)
+    backend = FsdpBackend(folder)
+    backend.export(tmp_path / "out")
+    backend.save(tmp_path / "checkpoint")
+    before = load_file(Path(folder) / "model.safetensors")
+    assert before["model.language_model.layers.0.mlp.experts.down_proj"].shape == (4, 24, 32)
+    for name in ("out", "checkpoint"):
+        after = load_file(tmp_path / name / "model.safetensors")
+        assert before.keys() == after.keys()
+        assert all(torch.equal(after[key], value) for key, value in before.items()), name
+    weights = dict(backend.named_weights())
+    backend.load(tmp_path / "checkpoint")
+    assert all(torch.equal(weights[key], value) for key, value in backend.named_weights())
 
 
 @pytest.mark.parametrize("name", MODELS)

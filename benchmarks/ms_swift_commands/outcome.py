@@ -61,7 +61,7 @@ SENSES = (  # the same of models that see or hear, by what the refusal holds
     (r"workers cannot share rows with pictures", "sequence parallelism with pictures"),
 )
 MOST_REMEDIES = 8
-BLIND = ("PPOTrainer", "RewardTrainer", "ClassificationTrainer")  # read no pictures
+BLIND = ("ClassificationTrainer",)  # reads no pictures
 
 
 @dataclass

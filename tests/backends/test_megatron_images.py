@@ -296,6 +296,7 @@ SEEN: list[dict[str, Any]] = [{"prompt": [ASKED], "images": [png(k)]} for k in r
 RUNS: dict[str, dict[str, Any]] = {
     "sft": {"dataset": ROWS, "max_length": None, "shuffle_dataset": False},
     "dpo": {"dataset": PAIRS, "max_length": None, "eval_dataset": None},
+    "reward": {"dataset": PAIRS, "max_length": None, "eval_dataset": None},
     "grpo": {"dataset": SEEN, "eval_dataset": None, "rollout_engine": "hf", "num_iterations": 1},
     "gkd": {
         "dataset": [row | {"completion": [{"role": "assistant", "content": "one"}]} for row in SEEN],

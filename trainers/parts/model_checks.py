@@ -252,10 +252,10 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
     if not sees:
         return
     if config.backend == "megatron":  # whose adapters are on the language model
-        if gives_values(config) and found.model_type not in READ_BY_VLLM:
+        if found.model_type in SPEAKING and gives_values(config):
             raise ConfigError(
-                f"{config.model!r} sees pictures, and backend: megatron has no linear head (reward models, "
-                "classifiers, critics) of such a model. Write backend: fsdp."
+                f"model: {config.model!r} ({found.model_type}) also hears and speaks, and has no linear head (reward "
+                "models, classifiers, critics). Take another vision model."
             )
         if found.model_type in SPEAKING and hasattr(config, "rollout_engine"):
             raise ConfigError(

@@ -90,7 +90,9 @@ def read_config(model: Any, fields: Mapping[str, Any], *, trust_remote_code: boo
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **fields)
     text = config.get_text_config()
     if text is not config:
-        if fields:
+        if "pad_token_id" in fields:  # of a linear head, by which its ``forward`` in transformers finds the last token
+            config.pad_token_id = fields["pad_token_id"]
+        if fields := {name: value for name, value in fields.items() if name != "pad_token_id"}:
             raise ConfigError(
                 f"model_init_kwargs {sorted(fields)}: {config.model_type} also sees, and the backend megatron changes "
                 "nothing of its configuration. Change config.json, or remove them."

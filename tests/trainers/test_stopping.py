@@ -95,6 +95,24 @@ def test_what_hangs_after_sigterm_is_given_up_and_told(
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_saving_is_watched_after_a_step_that_ended_just_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "FIRST_SAVE_GRACE_S", 0.0)
+    asked, ended = threading.Event(), threading.Event()
+
+    def where() -> str:
+        asked.set()
+        ended.wait()
+        return ""
+
+    with pytest.raises(GivenUp), StopSignals(with_interrupt=False, grace_s=0.0, where=where) as signals:
+        with signals.watch.step():
+            os.kill(os.getpid(), signal.SIGTERM)
+            asked.wait()
+        ended.set()
+        with signals.watch.saving():
+            time.sleep(100)
+
+
 def test_a_step_that_is_only_slow_ends_and_another_signal_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step has twice the time of the longest one before; between steps the run may save for as long as it takes."""
     monkeypatch.setattr(stopping, "STOP_GRACE_S", 0.0)

@@ -212,14 +212,13 @@ class StepWatch:
             if self.over.is_set():
                 return
         asked_at = time.monotonic()
-        while not self.over.wait(STEP_LOOK_S):
+        while not self.over.wait(STEP_LOOK_S) and not self.has_given_up:
             running = self.running
             if running is None:
                 continue
             work, began = running
             if time.monotonic() - max(began, asked_at) >= self.limit_s(work):
                 self._give_up(running)
-                return
 
     def _give_up(self, running: tuple[Work, float]) -> None:
         work, _ = running

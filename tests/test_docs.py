@@ -307,6 +307,18 @@ def test_the_plugins_of_the_pages_are_found_by_their_names(monkeypatch: pytest.M
     assert tool_call_parser("shouted", None, [])("add!3", {}) == [ToolCall("add", {"a": 3, "b": 0})]
 
 
+def test_only_the_page_of_commands_and_the_modules_themselves_say_python_m() -> None:
+    """Everything else that a person reads says ``rayhelper NAME``."""
+    own = {"README.md", "docs/commands.md", "trainers/cli.py", "trainers/program.py", "rayhelper/__main__.py"}
+    own |= {"rayhelper/trainers/__init__.py"}
+    read = [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("benchmarks/*.py")]
+    read += [*ROOT.glob("rayhelper/**/*.py"), *ROOT.glob("trainers/**/*.py"), *ROOT.glob("deploy/*")]
+    says = [file for file in read if re.search(r"python -m\s+(trainers|rayhelper)", file.read_text(encoding="utf-8"))]
+    names = {str(file.relative_to(ROOT)) for file in says if file.name != "__main__.py"}
+    assert names <= own
+    assert {"README.md", "docs/commands.md"} <= names
+
+
 def test_the_page_of_your_own_trainer_shows_the_lines_of_the_example() -> None:
     page = (ROOT / "docs" / "own_trainer.md").read_text(encoding="utf-8")
     example = (ROOT / "examples" / "own_trainer" / "raft.py").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Where the time of a traced run went: ``python -m rayhelper timeline trace.json [--html trace.html]``.
+"""Where the time of a traced run went: ``rayhelper timeline trace.json [--html trace.html]``.
 
 command.py     the subcommand
 summary.py     busy and idle time a role and rank; the table

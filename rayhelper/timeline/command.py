@@ -1,4 +1,4 @@
-"""``python -m rayhelper timeline FILE [--html OUT.html]``."""
+"""``rayhelper timeline FILE [--html OUT.html]``."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from trainers.run import origin
 from trainers.run.bad_steps import BAD_STEPS, BadSteps
 from trainers.run.best import Best
 from trainers.run.folder_lock import FolderLock, held
-from trainers.run.going_on import builds_model, how_to_continue, is_going_on
+from trainers.run.going_on import CONTINUE, builds_model, is_going_on, resume_asked
 from trainers.run.header import header, start_lines, trainer_name
 from trainers.run.stopping import EXIT_CODE, StepGivenUp, Stop, Stopped, StopSignals
 from trainers.run.throughput import WORK, throughput
@@ -155,7 +155,7 @@ class Run:
             )
         self.lock = self.open.enter_context(held(self.output_dir))
         unchecked = config.resume_without_manifest
-        for note in chosen(config.resume_from_checkpoint, self.output_dir, without_manifest=unchecked).notes:
+        for note in chosen(resume_asked(config), self.output_dir, without_manifest=unchecked).notes:
             logger.warning(note)
         save_config(config, self.output_dir)
         origin.begin(
@@ -219,7 +219,7 @@ class Run:
         saved = checkpoints(self.output_dir)
         if not saved:
             return ""
-        return f"saved before: {saved[-1]}. {how_to_continue()}"
+        return f"saved before: {saved[-1]}. {CONTINUE}"
 
     def _where_it_is(self) -> str:
         """The stacks of all ranks, and the checkpoint to go on from. Any thread may call it."""
@@ -294,7 +294,7 @@ class Run:
         if self.trackers is not None:
             self.trackers.console.write(
                 f"stopped by {stop.reason} after step {self.step} of {self.num_steps}; saved "
-                f"{checkpoint_folder(self.output_dir, self.step)}. {how_to_continue()}"
+                f"{checkpoint_folder(self.output_dir, self.step)}. {CONTINUE}"
             )
         raise Stopped(stop.code)
 
@@ -558,7 +558,7 @@ def resumed_state(config: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
     Raises:
         ConfigError: a named folder that is no checkpoint, or a damaged one; another run has ``output_dir``.
     """
-    folder, resume = Path(config.output_dir), config.resume_from_checkpoint
+    folder, resume = Path(config.output_dir), resume_asked(config)
     if not resume:
         return None, {}
     # what another run is writing there must not be put right

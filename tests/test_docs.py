@@ -242,7 +242,7 @@ def test_a_slurm_job_starts_a_cluster_of_its_nodes_and_then_the_run(tmp_path: Pa
     path = fakes(
         tmp_path,
         {
-            "srun": 'SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@"; wait',
+            "srun": '[ "$1" = --cpu-bind=none ] && shift; SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@"; wait',
             "ray": ray,
             "rayhelper": 'echo "rayhelper $* at $RAY_ADDRESS"',
         },
@@ -257,8 +257,26 @@ def test_a_slurm_job_starts_a_cluster_of_its_nodes_and_then_the_run(tmp_path: Pa
     assert sorted(others) == [f"ray start --address={at} --block", f"rayhelper grpo --config x.yaml at {at}"]
 
 
+@pytest.mark.parametrize("script", sorted(ROOT.glob("deploy/slurm_*.sh")), ids=lambda script: script.stem)
+def test_a_slurm_job_asks_for_whole_nodes_and_a_signal_before_its_end(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    head, *lines = script.read_text(encoding="utf-8").splitlines()
+    assert head == "#!/bin/bash"
+    first = next(place for place, line in enumerate(lines) if not line.startswith("#"))
+    assert not any(line.startswith("#SBATCH") for line in lines[first:]), "SLURM reads none behind the first command"
+    asked = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH "))
+    signal = asked.pop("signal")
+    assert asked == {"job-name": "rayhelper", "ntasks-per-node": "1", "gpus-per-node": "8", "exclusive": "", "mem": "0"}
+    ends_in_python = "exec rayhelper" in lines[-1]  # else srun has started it, and the signal goes to its processes
+    assert signal == ("B:USR1@600" if ends_in_python else "USR1@600")
+    page = (DOCS / "guides" / "many_nodes.md").read_text(encoding="utf-8")
+    assert f"sbatch --nodes 2 --time 24:00:00 deploy/{script.name} grpo" in page
+
+
 def test_a_slurm_job_gives_every_process_of_torchrun_the_same_key(tmp_path: Path) -> None:
-    path = fakes(tmp_path, {"srun": '"$@"', "torchrun": 'echo "${#RAYHELPER_KEY} $*"'})
+    path = fakes(
+        tmp_path, {"srun": '[ "$1" = --cpu-bind=none ] && shift; "$@"', "torchrun": 'echo "${#RAYHELPER_KEY} $*"'}
+    )
     env = {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "TORCHRUN_HEAD": "10.0.0.1"}
     script = str(ROOT / "deploy" / "slurm_torchrun.sh")
     done = subprocess.run(["bash", script, "sft", "--lr", "1e-5"], env=env, check=True, capture_output=True, text=True)

@@ -8,6 +8,7 @@ The engine needs the other patches. Each looks for what it changes by its name.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -359,6 +360,9 @@ def salt_again(scheduler: Any, salt: str) -> None:
             )
         if not request.num_computed_tokens:
             request.cache_salt = salt
+            for number, feature in enumerate(getattr(request, "mm_features", None) or ()):
+                identifier = f"{salt}:{feature.identifier.partition(':')[2]}"  # as ``vision/features.py`` writes it
+                request.mm_features[number] = dataclasses.replace(feature, identifier=identifier)
             request.block_hashes.clear()
             request.update_block_hashes()
 

@@ -74,6 +74,7 @@ def checked_engine_kwargs(given: Mapping[str, Any], *, key: str = "vllm_engine_k
 
     types = {field.name: field.type for field in dataclasses.fields(EngineArgs)}
     taken = dict.fromkeys(_TAKEN, "other keys or the trainer set it.")
+    taken["mm_processor_kwargs"] = "write image_processor_kwargs, which the trainer reads too."
     taken["patches"] = "it is no field of vLLM's. Write the key vllm_patches, outside of any section."
     check_fields(given, key, "vLLM's EngineArgs", types, taken)
     for name in _ONE:

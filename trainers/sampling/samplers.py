@@ -64,7 +64,7 @@ class Sampler:
             self.kind = ClientSampler(client, config)
         else:
             tokenizer = load_tokenizer(config, model)
-            images = image_reader(config, model, tokenizer) if config.engine == "hf" else None
+            images = image_reader(config, model, tokenizer)
             self.kind = LocalSampler(local_engine(config, model, tokenizer), tokenizer, config, images)
 
     @RayHelper.function(group="sampler", dispatch="slice", collect="flatten")

@@ -46,9 +46,11 @@ def layers_of(names: Iterable[str], model: Any) -> dict[str, str]:
 
     vLLM calls parts of models that see pictures by names of its own.
     """
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return {}
     found = {}
-    for name in () if mapper is None else names:
+    for name in names:
         start = PEFT if name.startswith(PEFT) else ""
         for own in mapper.apply_list([name.removeprefix(start)]):
             found[layer_of(start + own)] = layer_of(name)

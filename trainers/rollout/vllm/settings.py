@@ -11,6 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from rayhelper import ConfigError
 from rayhelper.text import nearest
 from trainers.batch import Prompts
+from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.reading.typed_values import typed
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf.settings import check_fields, keys_of_sampling, stop_token_ids
@@ -73,6 +74,8 @@ def checked_engine_kwargs(given: Mapping[str, Any], *, key: str = "vllm_engine_k
     from vllm.engine.arg_utils import EngineArgs
 
     types = {field.name: field.type for field in dataclasses.fields(EngineArgs)}
+    if isinstance(limit := given.get("limit_mm_per_prompt"), str):  # as ms-swift's command line writes it
+        given = {**given, "limit_mm_per_prompt": plain(limit)}
     taken = dict.fromkeys(_TAKEN, "other keys or the trainer set it.")
     taken["mm_processor_kwargs"] = "write image_processor_kwargs, which the trainer reads too."
     taken["patches"] = "it is no field of vLLM's. Write the key vllm_patches, outside of any section."

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain
@@ -91,15 +91,17 @@ class Features:
             ConfigError: vLLM gives a picture other tokens than the prompt has, or takes fewer pictures.
         """
         flat = tuple(chain.from_iterable(documents_of(pictures))) if pictures else ()
-        found, start = [], 0
-        for tokens, feature in self._known(flat):
+        known = self._known(flat)
+        found: list[Any] = []
+        start = 0
+        for tokens, feature in known:
             place = _place(tokens, prompt_ids, start)
             if place is None:
                 raise _mismatch(len(found), len(flat), tokens)
             position = replace(feature.mm_position, offset=place)
             found.append(replace(feature, mm_position=position, identifier=f"{salt}:{feature.identifier}"))
             start = place + len(tokens)
-        own = sum(int(np.isin(tokens, self.picture_ids).sum()) for tokens, _ in self._known(flat))
+        own = sum(int(np.isin(tokens, self.picture_ids).sum()) for tokens, _ in known)
         if (number := int(np.isin(prompt_ids, self.picture_ids).sum())) != own:
             raise ConfigError(
                 f"the trainer's processor gives the {len(flat)} pictures of a prompt {number} tokens, and vLLM's gives "
@@ -129,6 +131,7 @@ class Features:
     def _processed(self, pictures: tuple[Picture, ...], name: str) -> Known:
         """A prompt of places of pictures alone, through vLLM's processor."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
 
         prompt = {
             "prompt_token_ids": [token for _ in pictures for token in self.place_ids],
@@ -139,7 +142,7 @@ class Features:
             request = self.engine.input_processor.process_inputs(
                 name, prompt, SamplingParams(max_tokens=1, detokenize=False), supported_tasks=self.tasks
             )
-        except ValueError as error:
+        except (ValueError, VLLMValidationError) as error:
             said = " ".join(str(error).split())
             raise ConfigError(f"vLLM does not take the {len(pictures)} pictures of a prompt: {said}") from error
         ids = np.array(request.prompt_token_ids, np.int64)

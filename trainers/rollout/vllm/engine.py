@@ -103,7 +103,7 @@ class VllmEngine:
         on_cpu = device.type == "cpu"
         check_device(on_cpu, dtype=dtype, sleep_level=sleep_level, lora_rank=lora_rank)
         if on_cpu:
-            check_model_on_cpu(model, trust_remote_code=trust_remote_code)
+            check_model_on_cpu(model, dtype=dtype, trust_remote_code=trust_remote_code)
         if lora_rank and Path(model).is_dir():
             check_adapter(model, lora_target_modules, on_cpu=on_cpu, trust_remote_code=trust_remote_code)
         has_vision = sees(model, trust_remote_code=trust_remote_code)

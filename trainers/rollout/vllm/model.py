@@ -9,6 +9,7 @@ import torch
 
 from rayhelper import ConfigError
 from trainers.parts.fingerprints import added_up, fingerprint, fingerprints, layer_of, rows_of
+from trainers.rollout.vllm.patches import plain_convolutions
 
 DERIVED = ("W_UK_T", "W_UV")  # parameters that vLLM computes from others: of latent attention (DeepSeek)
 COPIED = ("layer_scalar",)  # buffers of vLLM's that are weights of transformers' models (Gemma 4)
@@ -16,7 +17,8 @@ COPIED = ("layer_scalar",)  # buffers of vLLM's that are weights of transformers
 
 def load(named_weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> None:
     """Takes the weights in place, and computes anew what vLLM has derived from those before."""
-    model.load_weights(iter(named_weights))
+    with plain_convolutions(model):
+        model.load_weights(iter(named_weights))
     for module in model.modules():
         if hasattr(module, "kv_b_proj") and hasattr(module, DERIVED[0]):
             module.process_weights_after_loading(module.kv_b_proj.weight.dtype)
@@ -86,6 +88,11 @@ def model_fingerprints(dtype: torch.dtype, model: Any) -> dict[str, int]:
     """
     if type(model).__name__ in UNLIKE:
         return {}
+    with plain_convolutions(model):
+        return _model_fingerprints(dtype, model)
+
+
+def _model_fingerprints(dtype: torch.dtype, model: Any) -> dict[str, int]:
     from vllm.distributed import parallel_state
 
     size, rank = (
@@ -111,7 +118,7 @@ def model_fingerprints(dtype: torch.dtype, model: Any) -> dict[str, int]:
                 if getattr(module, "num_kv_head_replicas", 1) > 1:
                     return {}
                 found = fingerprint(rows_of(name, weight))
-            elif weight.dim() > 2 and not module_name.endswith("patch_embed.proj"):  # experts
+            elif weight.dim() > 2 and not module_name.endswith(("patch_embed.proj", ".conv1d")):  # experts
                 return {}
             else:  # every worker has it
                 found = fingerprint(rows_of(name, weight)) * (rank == 0)

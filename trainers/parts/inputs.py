@@ -73,9 +73,8 @@ def image_reader(
         ConfigError: the model's processor cannot be loaded, or a model that is given its tokens has another one.
     """
     is_blind = getattr(config, "has_environment", False) and not sees_episodes
-    # vLLM and megatron's linear heads read texts alone; that is no mistake until a row has a picture
-    reads_texts = getattr(config, "rollout_engine", "hf") == "vllm" or gives_values(config)
-    if is_blind or (getattr(config, "backend", "fsdp") == "megatron" and reads_texts):
+    # megatron's linear heads read texts alone; that is no mistake until a row has a picture
+    if is_blind or (getattr(config, "backend", "fsdp") == "megatron" and gives_values(config)):
         return None
     named = dict(beside or {})
     for name in (model, *named.values()):

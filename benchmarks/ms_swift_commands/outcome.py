@@ -194,7 +194,7 @@ def _served(keys: Mapping[str, Any], environment: dict[str, str], servers: list[
 def with_remedy(words: list[str], mistake: str) -> list[str]:
     """The command as the mistake says to write it: a key removed, or with another value."""
     named = re.findall(r"[A-Za-z_]\w+", re.sub(r"^(command line|\S+\.yaml)(, section \w+)?: ", "", mistake))
-    given = {word[2:] for word in words if word.startswith("--")}
+    given = {word[2:] for word in words if word.startswith("--")} - {"model", "dataset"}  # which no remedy removes
     if re.search(r"[Rr]emove (it|them)\b|remove one of them|is not supported", mistake):
         for key in [key for key in named if key in given][:6]:
             words = _without(words, key)

@@ -16,6 +16,7 @@ from rayhelper.device_groups.keys import SHARE_KEY
 from rayhelper.device_groups.keys import SIZE_KEYS as SIZES
 from rayhelper.planning.parallel_sizes import SIZE_KEYS, VLLM_KEY
 from rayhelper.text import parse_text
+from trainers.configuration.others.other_names import is_neutral
 from trainers.configuration.reading.given_keys import GivenKeys
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,11 @@ FSDP2 = {  # ms-swift's swift/config/fsdp2.json
     "fsdp_reshard_after_forward": True,
     "gradient_checkpointing": True,
 }
+OF_SPEED = {  # keys of Megatron's experts that change no number
+    "moe_grouped_gemm": "transformers chooses how experts are multiplied",
+    "moe_permute_fusion": "transformers permutes the tokens",
+    "moe_shared_expert_overlap": "experts are computed one after the other",
+}
 FSDP: Mapping[str, Any] = {"fsdp": "full_shard auto_wrap", "fsdp_config": {}}  # where such a file does not say them
 
 
@@ -43,6 +49,7 @@ def translate_ms_swift(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     """Puts our keys in place of ms-swift's in ``given``; ``defaults`` are those of the run's keys."""
     _cached(given)
     choose_backend(given)
+    _without_megatron(given)
     _experts(given)
     _optimizer(given)
     _fsdp(given)
@@ -139,6 +146,29 @@ def choose_backend(given: GivenKeys) -> None:
         if isinstance(value, int) and value > 1 and name != "expert_tensor_parallel_size":
             given.put("backend", "megatron", name)
             break
+
+
+def _without_megatron(given: GivenKeys) -> None:
+    """``backend: fsdp`` beside Megatron's keys, such as those of a ``megatron`` command, means what fsdp does instead.
+
+    Its layout changes no number where ``global_batch_size`` says the sequences of a step.
+    """
+    if "megatron" not in given.known or given.get("backend") != "fsdp" or given.get("global_batch_size") is None:
+        return
+    sizes = dict.fromkeys((key for key in SIZE_KEYS if key != VLLM_KEY), "fsdp lays weights in shards over all workers")
+    for name, note in (sizes | OF_SPEED).items():
+        if type(value := given.get(name)) in (int, bool):
+            del given.values[name]
+            if value not in (1, False):
+                given.notes[name] = note
+    name = "moe_aux_loss_coeff"
+    if given.foreign(name) and given.get(name):
+        given.refuse(name, f"{name} is Megatron's. Write router_aux_loss_coef in its place, or remove it")
+        del given.values[name]
+    for name in [name for name in given.values if name.startswith("moe_") and given.foreign(name)]:
+        if not is_neutral(name, given.get(name)):
+            given.refuse(name, f"{name} is Megatron's, and fsdp has no such setting. Remove it")
+            del given.values[name]
 
 
 def _experts(given: GivenKeys) -> None:

@@ -55,7 +55,6 @@ SENSES = (  # the same of models that see or hear, by what the refusal holds
     (r"workers cannot share rows with pictures", "sequence parallelism with pictures"),
 )
 MOST_REMEDIES = 8
-BLIND = ("PPOTrainer", "RewardTrainer", "ClassificationTrainer")  # read no pictures
 
 
 @dataclass
@@ -161,15 +160,15 @@ def _checked(words: list[str], environment: dict[str, str], servers: list[Comman
     alone = not config.use_ray and count == 1
     groups = None if alone else placement(command.trainer, config, count)
     check_run(command.trainer, config, groups)
-    _read(command.trainer, config)
+    _read(config)
 
 
-def _read(trainer: Any, config: Any) -> None:
+def _read(config: Any) -> None:
     """Reads the rows as the trainer does, and makes the tokens of one with pictures."""
     if not isinstance(config, TrainConfig) or not config.dataset:
         return
     model, tokenizer = load_model_and_tokenizer(config)
-    images = image_reader(config, model, tokenizer) if trainer.__name__ not in BLIND else None
+    images = image_reader(config, model, tokenizer)
     rows = read_rows(config, config.dataset, "train", images)
     if images is None or "images" not in rows.column_names:
         return

@@ -26,6 +26,7 @@ from trainers.cli import load_config, placement, uses_ray
 from trainers.commands import RLHF, command_named, task_of
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.others.ms_swift import engine_in_parts, spelled
+from trainers.configuration.others.other_names import ALIASES
 from trainers.configuration.reading.command_line import export_env, given_keys
 from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.shared import TrainConfig
@@ -198,7 +199,9 @@ def with_remedy(words: list[str], mistake: str) -> list[str]:
         for key in [key for key in named if key in given][:6]:
             words = _without(words, key)
     for key, value in re.findall(r"[Ww]rite (?:\w+ and )?(\w+): ([\w./-]+)", mistake):
-        words = [*_without(words, key), f"--{key}", value.rstrip(".")]
+        for name in (key, *(name for name, ours in ALIASES.items() if ours == key)):
+            words = _without(words, name)
+        words = [*words, f"--{key}", value.rstrip(".")]
     return words
 
 

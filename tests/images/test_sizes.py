@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,11 @@ def test_a_policy_that_sees_completes_without_vllm(model: str) -> None:
     config = load_config(GRPOConfig, [*swift, *on_ray])
     assert config.rollout_engine == "hf"
     assert config.device_groups["colocate_groups"] == [["train", "rollout"]]
+    for together in ([["train", "rollout"]], None):  # as in ms-swift's examples/ray
+        own = {"train": {"gpus": 4}, "rollout": {"gpus": 4}} | ({"colocate_groups": together} if together else {})
+        config = load_config(GRPOConfig, [*swift, "--use_ray", "true", "--device_groups", json.dumps(own)])
+        assert (config.rollout_engine, config.device_groups) == ("hf", own)
+        assert config.vllm_gpu_memory_utilization is None  # nobody would read it
     with_vllm = load_config(GRPOConfig, ["--model", model, "--dataset", "d", "--defaults", "trl", *words])
     assert with_vllm.rollout_engine == "vllm"  # and refused where the model is read
 

@@ -37,6 +37,8 @@ FSDP2 = {  # ms-swift's swift/config/fsdp2.json
     "fsdp_reshard_after_forward": True,
     "gradient_checkpointing": True,
 }
+EIGHT_BITS = ("fp8_format", "fp8_recipe", "fp8_param_gather")
+OF_DELAYED = ("fp8_amax_history_len", "fp8_amax_compute_algo")  # read by the recipe delayed alone
 OF_SPEED = {  # keys of Megatron's experts that change no number
     "moe_grouped_gemm": "transformers chooses how experts are multiplied",
     "moe_permute_fusion": "transformers permutes the tokens",
@@ -50,6 +52,7 @@ def translate_ms_swift(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     _cached(given)
     choose_backend(given)
     _without_megatron(given)
+    _eight_bits(given)
     _experts(given)
     _optimizer(given)
     _fsdp(given)
@@ -165,10 +168,25 @@ def _without_megatron(given: GivenKeys) -> None:
     if given.foreign(name) and given.get(name):
         given.refuse(name, f"{name} is Megatron's. Write router_aux_loss_coef in its place, or remove it")
         del given.values[name]
-    for name in [name for name in given.values if name.startswith("moe_") and given.foreign(name)]:
+    for name in [name for name in given.values if name.startswith(("moe_", "fp8_")) and given.foreign(name)]:
         if not is_neutral(name, given.get(name)):
             given.refuse(name, f"{name} is Megatron's, and fsdp has no such setting. Remove it")
             del given.values[name]
+
+
+def _eight_bits(given: GivenKeys) -> None:
+    """Megatron's products in fp8 are fields of ``megatron``; without ``fp8_format`` nothing reads the other keys."""
+    if "megatron" not in given.known or given.get("backend") != "megatron":
+        return
+    form, recipe, gathers = (given.take(name) if given.foreign(name) else None for name in EIGHT_BITS)
+    for name in OF_DELAYED:
+        if given.foreign(name) and (form is None or recipe not in (None, "delayed")):
+            given.take(name)
+    if form is not None:
+        given.put_inner("megatron", "fp8", form, EIGHT_BITS[0])
+        given.put_inner("megatron", "fp8_recipe", recipe or "delayed", EIGHT_BITS[1 if recipe else 0])
+        if gathers is True:
+            given.notes[EIGHT_BITS[2]] = "weights are gathered in bfloat16, and become fp8 where they are multiplied"
 
 
 def _experts(given: GivenKeys) -> None:

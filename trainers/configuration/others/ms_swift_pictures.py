@@ -71,13 +71,13 @@ def _configuration(given: GivenKeys) -> Any:
 
 
 def _without_vllm(given: GivenKeys) -> None:
-    """A vLLM that shares the devices of training makes room for the policy itself."""
-    is_shared = given.get("vllm_mode") in (None, "colocate")
-    if "rollout_engine" not in given.known or given.get("use_vllm") is not True or not is_shared:
+    """A vLLM of the run makes room for the policy itself, or for a copy of it where role rollout has own devices."""
+    is_of_run = given.get("vllm_mode") in (None, "colocate")
+    if "rollout_engine" not in given.known or given.get("use_vllm") is not True or not is_of_run:
         return
     groups = given.get("device_groups")
-    if isinstance(groups, Mapping):
-        if set(groups) != {"train", "rollout"} or groups["rollout"] != {SHARE_KEY: "train"}:
+    if isinstance(groups, Mapping) and groups.get("rollout") == {SHARE_KEY: "train"}:
+        if set(groups) != {"train", "rollout"}:
             return
         both = dict.fromkeys(("train", "rollout"), groups["train"])
         given.values["device_groups"] = {"colocate_groups": [["train", "rollout"]], **both}

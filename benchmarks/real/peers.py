@@ -132,6 +132,7 @@ def verl(asked: dict[str, Any]) -> tuple[list[str], Path]:
         "trainer.resume_mode": "disable",
         "trainer.default_local_dir": str(folder / "out"),
         "trainer.total_training_steps": asked["steps"],
+        "+ray_kwargs.ray_init.include_dashboard": False,  # a page in the browser; not packed
         "hydra.run.dir": str(folder / "hydra"),
         **asked["keys"],
     }

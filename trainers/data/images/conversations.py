@@ -87,8 +87,8 @@ def picture_mistake(
 ) -> tuple[str, str] | None:
     """The column and what is wrong with the pictures of a row, if anything is; each is read.
 
-    ``tokens``: texts that stand for parts of pictures or sounds, which no text may hold. ``process``: of the model's processor,
-    which is asked about pictures of a rare shape.
+    ``tokens``: texts that stand for parts of pictures or sounds, which no text may hold. ``process``: of the model's
+    processor, which is asked about pictures of a rare shape.
     """
     for name in (*CONVERSATIONS, "text"):
         for token in tokens:

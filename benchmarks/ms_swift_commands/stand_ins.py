@@ -150,8 +150,12 @@ def _seeing(kind: str, name: str, folder: Path, program: str, seed: int) -> str:
             fields |= {"num_experts": 8} if kind.endswith("_moe") else {}
         if program == "megatron" and kind in DELTA:
             fields |= {"linear_num_key_heads": 8, "linear_num_value_heads": 8}
+            fields |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # as vLLM has them on a CPU
             kinds = ["full_attention" if (layer + 1) % 4 == 0 else "linear_attention" for layer in range(layers)]
-            fields |= {"layer_types": kinds, "rope_parameters": rotary | {"partial_rotary_factor": 1.0}}
+            fields |= {
+                "layer_types": kinds,
+                "rope_parameters": rotary | {"partial_rotary_factor": 1.0, "mrope_interleaved": True},
+            }
         save_vision(target, kind, seed, **fields)
     return str(target)
 

@@ -299,6 +299,24 @@ FURTHER: dict[str, Callable[..., tuple[Any, Any]]] = {
 }
 
 
+def _mrope(*section: int, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {**MROPE, "mrope_section": list(section), **fields}}
+
+
+# Fields by which vLLM runs a model of Qwen's families on a CPU: heads of at least 32 numbers, of delta layers 128
+IN_VLLM: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"hidden_size": 128, **_mrope(4, 6, 6)},
+    "qwen2_5_vl": {"hidden_size": 128, **_mrope(4, 6, 6)},
+    "qwen3_vl": {"head_dim": 32, **_mrope(6, 5, 5, mrope_interleaved=True)},
+    "qwen3_5": {
+        "head_dim": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        **_mrope(6, 5, 5, mrope_interleaved=True, partial_rotary_factor=1.0),
+    },
+}
+
+
 def save_vision(folder: str | Path, name: str = "qwen2_5_vl", seed: int = 0, **text: Any) -> str:
     """Writes a random model of ``MODELS`` or ``FURTHER`` in float32, its tokenizer and its processor; the folder.
 

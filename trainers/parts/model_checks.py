@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError, DeviceGroups
-from trainers.backends.megatron.architectures import READ_BY_VLLM, SEEING, SPEAKING
+from trainers.backends.megatron.architectures import SEEING, SPEAKING
 from trainers.backends.own_code import own_code_mistake
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
@@ -288,11 +288,21 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
             f"sequence_parallel_size is {config.sequence_parallel_size}, but workers cannot share rows with pictures "
             "yet. Remove it."
         )
-    reads_texts = config.backend == "megatron" and found.model_type in READ_BY_VLLM
-    if getattr(config, "rollout_engine", "hf") == "vllm" and not reads_texts:
+    if getattr(config, "rollout_engine", "hf") == "vllm":
+        check_engine_sees(config)
+
+
+def check_engine_sees(config: Any) -> None:
+    """Raises ConfigError if vLLM cannot complete prompts for a vision model that the run trains."""
+    from trainers.rollout.vllm.vision.features import check_torchvision
+
+    check_torchvision()
+    is_whole = {config.freeze_vit, config.freeze_aligner} == {False}
+    drops = getattr(config, "sleep_level", 0) == 2 or config.vllm_engine_kwargs.get("load_format") == "dummy"
+    if config.backend == "megatron" and not is_whole and drops:
         raise ConfigError(
-            f"rollout_engine: vllm does not complete prompts for vision models yet, and {config.model!r} is one. Write "
-            "rollout_engine: hf."
+            "backend: megatron sends engines no frozen parts of a vision model, so that the engine must keep those "
+            "that it has read. Set sleep_level: 1, and no load_format: dummy."
         )
 
 

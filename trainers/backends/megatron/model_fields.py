@@ -21,7 +21,7 @@ from trainers.backends.megatron.architectures import (
     head_width,
     is_delta,
 )
-from trainers.backends.megatron.layers import ENGINE_FIELDS, LOCAL, TRANSFORMER_ENGINE, implementation
+from trainers.backends.megatron.layers import ENGINE_FIELDS, LOCAL, TRANSFORMER_ENGINE, as_there, implementation
 from trainers.backends.megatron.settings import MegatronSettings
 from trainers.data.images.processor import seeing_part
 
@@ -34,7 +34,7 @@ def model_fields(
     if has_delta and (asked := [name for name in ENGINE_FIELDS if name in settings.transformer]):
         raise ConfigError(
             f"megatron: {asked[0]} needs layers of TransformerEngine, but the layers of {hf.model_type} are "
-            "megatron-core's own. Remove it."
+            f"megatron-core's own. Remove it{as_there(asked[0])}."
         )
     if has_delta and settings.transformer.get("transformer_impl") == TRANSFORMER_ENGINE:
         raise ConfigError(

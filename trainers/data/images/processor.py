@@ -160,6 +160,11 @@ class ImageReader:
         """The row as chat templates of vision models read it, and its pictures. Raises ValueError."""
         return placed(row, max_pixels=self.max_pixels, urls=self.urls)
 
+    def shown(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], SeeingTokenizer]:
+        """The row as chat templates of vision models read it, and the tokenizer for it. Raises ValueError."""
+        row, pictures = self.placed(row)
+        return row, self.tokenizer(pictures)
+
     def prompt(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Picture, ...]]:
         """As ``placed``, of what is to be completed in a row alone: its answer is left out."""
         shown, pictures = self.placed({name: value for name, value in row.items() if name not in ANSWERS})

@@ -219,10 +219,11 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp", *, scores
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if backend == "fsdp" and seeing_part(configuration) is not configuration and not scores:
+    if backend == "fsdp" and seeing_part(configuration) is not configuration:
+        remedy = "Take another model." if scores else "Write backend: megatron, which trains it in SFT, DPO and KTO."
         raise ConfigError(
             f"model: {model!r} ({configuration.model_type}) also hears and speaks, and backend: fsdp has no class that "
-            "trains the part that sees and reads. Write backend: megatron, which trains it in SFT, DPO and KTO."
+            f"trains the part that sees and reads. {remedy}"
         )
     if backend == "fsdp" and is_vision(configuration):
         return

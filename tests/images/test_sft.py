@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,6 +113,15 @@ def test_loss_and_gradients_of_rows_with_no_one_and_several_pictures_are_those_o
     loss, theirs = transformers_gradients(folders[name])
     assert any("vis" in weight for weight in theirs), "the tower learns"
     our_loss, ours = our_gradients(folders[name], sequences_of(folders[name]), micro_batch_size=size)
+    assert our_loss == pytest.approx(loss, abs=MARGIN)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["glm46v", "glm4v_moe", "paddleocr_vl"])
+def test_so_are_those_of_models_that_runs_are_not_tested_with(name: str, tmp_path: Path) -> None:
+    model = save_vision(tmp_path, name)
+    loss, theirs = transformers_gradients(model)
+    our_loss, ours = our_gradients(model, sequences_of(model), padding_free=True)
     assert our_loss == pytest.approx(loss, abs=MARGIN)
     assert_same(ours, theirs)
 

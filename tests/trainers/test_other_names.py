@@ -399,7 +399,7 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     ),
     (SFTConfig, "save_steps: 0.25\nmax_steps: 10", "0.25 of max_steps 10 is 3"),  # rounded up, as in transformers
     (SFTConfig, "logging_steps: 0.1", "logging_steps 0.1 is a share of the run, which is not supported"),
-    (SFTConfig, "rlhf_type: no_such", "Write python -m trainers rlhf (of ms-swift's commands: swift rlhf or megatron"),
+    (SFTConfig, "rlhf_type: no_such", "Write rayhelper rlhf (of ms-swift's commands: swift rlhf or megatron"),
     (SFTConfig, "backend: megatron\ndeepspeed: zero3", "deepspeed zero3 is of backend: fsdp"),
     (SFTConfig, "backend: megatron\nsequence_parallel_size: 2", "Write context_parallel_size: 2 in its place"),
     (SamplingConfig, "sequence_parallel_size: 2", "nothing is trained or scored by a backend here. Remove it"),
@@ -469,9 +469,9 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (
         GRPOConfig,
         "rlhf_type: gkd",
-        "rlhf_type is gkd, but this is python -m trainers.grpo. Write python -m trainers rlhf",
+        "rlhf_type is gkd, but this is rayhelper grpo. Write rayhelper rlhf",
     ),
-    (SFTConfig, "rlhf_type: dpo", "rlhf_type is dpo, but this is python -m trainers.sft"),
+    (SFTConfig, "rlhf_type: dpo", "rlhf_type is dpo, but this is rayhelper sft"),
     (GRPOConfig, "use_vllm: 'yes'", "use_vllm must be true or false, got 'yes'"),
     (GRPOConfig, "use_vllm: true\nrollout_engine: hf", "use_vllm means rollout_engine: vllm, but rollout_engine is hf"),
     (GRPOConfig, "use_vllm: true\nvllm_mode: server", "give rollout a device group of its own"),

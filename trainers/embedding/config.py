@@ -32,7 +32,7 @@ class EmbeddingConfig(TrainConfig):
     ENCODES: ClassVar = True
 
     task_type: Literal["embedding"] = "embedding"
-    """What ``python -m trainers sft`` asks for this trainer by."""
+    """What ``rayhelper sft`` asks for this trainer by."""
     output_dir: str = "outputs/embedding"
     disable_dropout: bool = False
     loss_type: LossType = "infonce"

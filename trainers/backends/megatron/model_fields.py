@@ -23,6 +23,7 @@ from trainers.backends.megatron.architectures import (
 )
 from trainers.backends.megatron.layers import ENGINE_FIELDS, LOCAL, TRANSFORMER_ENGINE, as_there, implementation
 from trainers.backends.megatron.settings import MegatronSettings
+from trainers.data.images.processor import seeing_part
 
 
 def model_fields(
@@ -94,6 +95,7 @@ def read_config(model: Any, fields: Mapping[str, Any], *, trust_remote_code: boo
                 f"model_init_kwargs {sorted(fields)}: {config.model_type} also sees, and the backend megatron changes "
                 "nothing of its configuration. Change config.json, or remove them."
             )
+        text.tie_word_embeddings = seeing_part(config).tie_word_embeddings  # which decides in transformers
         text.name_or_path = config.name_or_path
     return config
 

@@ -242,10 +242,8 @@ _MEGATRON_ONLY = "it is a setting of Megatron's. Write backend: megatron beside 
 _BRIDGE = "weights are converted by the backend itself, tensor by tensor. Remove it"
 _ADAPTERS = "merge the adapter into its model and name the folder as model"
 _TEMPLATE = "the tokenizer's own chat template is used. Remove it, or write another as chat_template"
-_VERL = (
-    "it is a section of verl and siiRL. python -m trainers translate FILE --from verl writes such a file in our keys"
-)
-_ROLL = "it is a section of ROLL. python -m trainers translate FILE --from roll writes such a file in our keys"
+_VERL = "it is a section of verl and siiRL. rayhelper translate FILE --from verl writes such a file in our keys"
+_ROLL = "it is a section of ROLL. rayhelper translate FILE --from roll writes such a file in our keys"
 _SOFT = "it belongs to the reward soft_overlong. Name that in reward_funcs"
 _COSINE = "it belongs to the reward cosine. Name that in reward_funcs"
 _REPETITION = "ms-swift's reward counts repeated words, TRL's repeated tokens. Write reward_funcs: [{name: "

@@ -33,6 +33,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "graphs, asynchronous": {"use_cuda_graph": True, "use_async_batching": True},
     "no graphs": {"use_cuda_graph": False},
 }
+
+
 def prompts(vocabulary: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(3, vocabulary, (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()

@@ -39,10 +39,10 @@ SETTINGS = {"max_model_len": 512, "max_num_seqs": 8, "block_size": 32, "limit_mm
 GREEDY = Sampling(max_completion_length=6, temperature=0.0)
 
 
-def gap(backend: FsdpBackend, asked: Prompts, found: Rollouts) -> float:
+def gap(backend: FsdpBackend, asked: Prompts, found: Rollouts, temperature: float = 1.0) -> float:
     """The largest distance of an engine's log-probabilities to the trainer's."""
     samples = dataclasses.replace(found, images=asked.images).samples()
-    logps = backend.token_logps(samples, micro_batch_size=2)
+    logps = backend.token_logps(samples, micro_batch_size=2, temperature=temperature)
     return float(np.abs(logps.values - found.rollout_logps.values).max())
 
 
@@ -103,9 +103,9 @@ def of_engine(folder: Path) -> Iterator[tuple[str, Any]]:
         backend.module.get_output_embeddings().weight[list(backend.vision.processor.image_token_ids)] *= 5
     engine.load_weights(backend.named_weights())
     many = Prompts.concat([asked] * 8)
-    drawn = engine.generate(many, Sampling(max_completion_length=6), seed=3)
+    drawn = engine.generate(many, Sampling(max_completion_length=6, temperature=0.7), seed=3)
     yield "pictures drawn", int(backend.vision.is_picture(drawn.completion_ids.values).sum())
-    yield "drawn", gap(backend, many, drawn)
+    yield "drawn", gap(backend, many, drawn, 0.7)
     samples = dataclasses.replace(drawn, images=many.images).samples()
     sequences = Sequences(samples.input_ids, samples.target_mask, images=samples.images)
     for name, answers in (

@@ -61,7 +61,8 @@ def layers_of(names: Iterable[str], model: Any) -> dict[str, str]:
 
 def scale_logits(factor: float, model: Any) -> None:
     """Logits are multiplied by ``factor``, beside the scale that some architectures have there themselves (Granite)."""
-    processor = model.logits_processor
+    speaks = model if hasattr(model, "logits_processor") else model.get_language_model()  # of one that sees
+    processor = speaks.logits_processor
     if not hasattr(processor, "scale_of_model"):
         processor.scale_of_model = processor.scale
     processor.scale = processor.scale_of_model * factor

@@ -12,6 +12,7 @@ from trainers.parts.fingerprints import added_up, fingerprint, fingerprints, lay
 from trainers.rollout.vllm.patches import plain_convolutions
 
 DERIVED = ("W_UK_T", "W_UV")  # parameters that vLLM computes from others: of latent attention (DeepSeek)
+OF_HEADS = ("A_log", "dt_bias")  # parameters of delta layers, a number per head: each worker has those of its heads
 COPIED = ("layer_scalar",)  # buffers of vLLM's that are weights of transformers' models (Gemma 4)
 
 
@@ -119,6 +120,12 @@ def _model_fingerprints(dtype: torch.dtype, model: Any) -> dict[str, int]:
                 if getattr(module, "num_kv_head_replicas", 1) > 1:
                     return {}
                 found = fingerprint(rows_of(name, weight))
+            elif name in OF_HEADS:
+                width, rows = len(weight), rows_of(name, weight)
+                told = {"first_column": rank * width, "num_columns": size * width} if rows.dim() == 1 else {}
+                if told and width * rows.element_size() % 8:  # a word would be of two workers
+                    return {}
+                found = fingerprint(rows, **told)
             elif weight.dim() > 2 and not module_name.endswith(("patch_embed.proj", ".conv1d")):  # experts
                 return {}
             else:  # every worker has it

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError, DeviceGroups
-from trainers.backends.megatron.architectures import SEEING, VALUED_AS_TEXT
+from trainers.backends.megatron.architectures import SEEING, SPEAKING, VALUED_AS_TEXT
+from trainers.backends.own_code import own_code_mistake
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
 from trainers.configuration.vision import vision_mistake
-from trainers.data.images.processor import is_vision
+from trainers.data.images.processor import is_vision, seeing_part
 from trainers.parts.models import check_same_tokens, lora_settings
 from trainers.parts.tokenizer import load_tokenizer, new_tokens, tokenizer_there
 
@@ -217,6 +219,11 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp", *, scores
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if backend == "fsdp" and seeing_part(configuration) is not configuration and not scores:
+        raise ConfigError(
+            f"model: {model!r} ({configuration.model_type}) also hears and speaks, and backend: fsdp has no class that "
+            "trains the part that sees and reads. Write backend: megatron, which trains it in SFT, DPO and KTO."
+        )
     if backend == "fsdp" and is_vision(configuration):
         return
     if backend == "megatron" and configuration.model_type in SEEING:  # it has the tower too
@@ -249,6 +256,11 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
             raise ConfigError(
                 f"{config.model!r} sees pictures, and backend: megatron has no linear head (reward models, "
                 "classifiers, critics) of such a model. Write backend: fsdp."
+            )
+        if found.model_type in SPEAKING and hasattr(config, "rollout_engine"):
+            raise ConfigError(
+                f"model: {config.model!r} ({found.model_type}) also hears and speaks, and no engine completes prompts "
+                "for such a model here. Train it in SFT, DPO or KTO, or take another vision model."
             )
         for name in ("freeze_vit", "freeze_aligner"):
             if getattr(config, name) is False and config.has_adapter:
@@ -309,6 +321,9 @@ def configuration_of(model: str, trust_remote_code: bool, **kwargs: Any) -> Any:
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **kwargs)
     except Exception as error:  # of any kind, by what the folder holds
+        file = config_file(model)
+        if file is not None and (mistake := own_code_mistake(model, json.loads(file.read_text(encoding="utf-8")))):
+            raise ConfigError(mistake) from None
         told = " ".join(str(error).split())
         raise ConfigError(f"model: {model!r} has no configuration that can be read: {told}") from None
 

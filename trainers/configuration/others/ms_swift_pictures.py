@@ -15,9 +15,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainers.configuration.reading.given_keys import GivenKeys, plain
+from trainers.data.images.processor import is_vision, seeing_part
 
 KEY = "image_processor_kwargs"
-FAMILY = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+FAMILY = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen2_5_omni", "qwen3_omni_moe"),
+)
 TOKENS = {"min": 4, "max": 16384}  # of a picture, where nobody says
 
 
@@ -28,7 +31,8 @@ def pictures_as_there(given: GivenKeys) -> None:
     config = _configuration(given)
     if config is None or KEY in given.values or config.model_type not in FAMILY:
         return
-    side = config.vision_config.patch_size * config.vision_config.spatial_merge_size
+    vision = seeing_part(config).vision_config
+    side = vision.patch_size * vision.spatial_merge_size
     factor, said, sizes = side * side, _said(given), {}
     for bound, default in TOKENS.items():
         tokens, pixels = said.get(f"image_{bound}_token_num"), said.get(f"{bound}_pixels")
@@ -50,8 +54,6 @@ def _said(given: GivenKeys) -> dict[str, int]:
 def _configuration(given: GivenKeys) -> Any:
     """That of the model; None: it sees nothing, or is not there yet."""
     from transformers import AutoConfig
-
-    from trainers.data.images.processor import is_vision
 
     if not isinstance(given.values.get("model"), str):
         return None

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 
 from rayhelper import ConfigError, RayHelper
 from rayhelper.runtimes.announced import where_all_are
+from rayhelper.timeline.steps import mark_step
 from trainers.checkpoint import (
     STATE_FILE,
     begin,
@@ -43,7 +44,7 @@ from trainers.run import origin
 from trainers.run.bad_steps import BAD_STEPS, BadSteps
 from trainers.run.best import Best
 from trainers.run.folder_lock import FolderLock, held
-from trainers.run.going_on import builds_model, how_to_continue, is_going_on
+from trainers.run.going_on import CONTINUE, builds_model, is_going_on, resume_asked
 from trainers.run.header import header, start_lines, trainer_name
 from trainers.run.stopping import ASKED_S, EXIT_CODE, StepGivenUp, Stop, Stopped, StopSignals
 from trainers.run.throughput import WORK, throughput
@@ -142,6 +143,7 @@ class Run:
             self.open.close()
             raise
         self.stopwatch = Stopwatch()
+        self.step_began_ns: int | None = None  # of the timeline's mark: None outside of steps
 
     @RayHelper.function(group="driver", execute="first")
     def open_logs(self) -> None:
@@ -153,7 +155,7 @@ class Run:
             )
         self.lock = self.open.enter_context(held(self.output_dir))
         unchecked = config.resume_without_manifest
-        for note in chosen(config.resume_from_checkpoint, self.output_dir, without_manifest=unchecked).notes:
+        for note in chosen(resume_asked(config), self.output_dir, without_manifest=unchecked).notes:
             logger.warning(note)
         save_config(config, self.output_dir)
         origin.begin(
@@ -217,7 +219,7 @@ class Run:
         saved = checkpoints(self.output_dir)
         if not saved:
             return ""
-        return f"saved before: {saved[-1]}. {how_to_continue()}"
+        return f"saved before: {saved[-1]}. {CONTINUE}"
 
     def _where_it_is(self) -> str | None:
         """The stacks of all ranks, and the checkpoint to go on from; None: process 0 tells. Any thread may call it."""
@@ -295,7 +297,7 @@ class Run:
         if self.trackers is not None:
             self.trackers.console.write(
                 f"stopped by {stop.reason} after step {self.step} of {self.num_steps}; saved "
-                f"{checkpoint_folder(self.output_dir, self.step)}. {how_to_continue()}"
+                f"{checkpoint_folder(self.output_dir, self.step)}. {CONTINUE}"
             )
         raise Stopped(stop.code)
 
@@ -318,6 +320,8 @@ class Run:
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Inside, the driver's time counts as this phase of the step; the step is that of the next ``log_step``."""
+        if self.step_began_ns is None and self.stopwatch.current is not None:
+            self.step_began_ns = time.time_ns()
         return self.stopwatch.phase(name)
 
     def log_step(self, metrics: Metrics, *, epoch: float, num_epochs: int | None = None) -> None:
@@ -333,6 +337,9 @@ class Run:
         self.has_ended_epoch |= self.num_epochs is not None and num_epochs > self.num_epochs
         self.num_epochs = num_epochs
         seconds = self.stopwatch.lap()
+        if self.step_began_ns is not None:
+            mark_step(self.step, self.step_began_ns)
+            self.step_began_ns = None
         times = step_times(seconds)
         numbers = {name: value for name, value in metrics.values().items() if name not in WORK}
         self.bad_steps.add(self.step, metrics)
@@ -557,7 +564,7 @@ def resumed_state(config: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
     Raises:
         ConfigError: a named folder that is no checkpoint, or a damaged one; another run has ``output_dir``.
     """
-    folder, resume = Path(config.output_dir), config.resume_from_checkpoint
+    folder, resume = Path(config.output_dir), resume_asked(config)
     if not resume:
         return None, {}
     # what another run is writing there must not be put right

@@ -171,9 +171,9 @@ def check_same_parts(name: str, here: str, expected: Sequence[Record], built: Ma
             continue
         told = _difference(here, expected, who, records)
         raise RoleError(
-            f"the __init__ of {name} built other parts on {who} than on {here}: {told}. An __init__ runs on the driver "
-            "and on every worker, and must build the same parts everywhere: build them unconditionally, and not in a "
-            "method of a role."
+            f"the __init__ of {name} built other parts on {who} than on {here}: {told}. An __init__ runs on the "
+            "driver and on every worker, and must build the same parts everywhere. Build them unconditionally, "
+            "and not in a method of a role."
         )
 
 

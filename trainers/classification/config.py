@@ -29,7 +29,7 @@ class ClassificationConfig(TrainConfig):
     """Numbers that the head gives for each row: classes, labels, or values to predict."""
     problem_type: ProblemType | None = None
     """single_label_classification (cross entropy), multi_label_classification (binary cross entropy) or regression
-    (mean squared error). null: regression for one label, otherwise single_label_classification."""
+    (mean squared error). null: regression for one label, else single_label_classification."""
     use_chat_template: bool = True
     """Write conversations by the chat template. false: read the text of one turn of the user as it is."""
     max_length: int | None = 1024

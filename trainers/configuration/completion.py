@@ -22,18 +22,18 @@ class CompletionConfig(TrainConfig):
     max_prompt_length: int | None = None
     """Tokens of a prompt that is to be completed; longer ones lose their beginning."""
     drop_long_prompts: bool = False
-    """Leave out rows whose prompts have more than ``max_prompt_length`` tokens, instead of cutting these. GKD: for runs
-    that learn from completions alone (``lmbda: 1`` or ``seq_kd``)."""
+    """Leave out rows whose prompts have more than ``max_prompt_length`` tokens, instead of cutting these. GKD: for
+    runs that learn only from completions (``lmbda: 1`` or ``seq_kd``)."""
     max_completion_length: int = 512
     """Tokens, the stop token included."""
     temperature: float = 1.0
     """Logits are divided by it, in sampling and in the loss."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that hold this share of the probability. 1: from all."""
+    """Draw from the most probable tokens that hold this share of the probability. 1: from all."""
     top_k: int = 0
-    """Draw from so many of the likeliest tokens. 0: from all."""
+    """Draw only from so many of the most probable tokens. 0: from all."""
     min_p: float | None = None
-    """Draw from tokens at least this share as likely as the likeliest. null: from all."""
+    """Draw from tokens at least this share as probable as the most probable one. null: from all."""
     repetition_penalty: float = 1.0
     """Tokens that have occurred become less likely by it. 1: never."""
     stop_token_ids: list[int] = field(default_factory=list)
@@ -78,7 +78,7 @@ class CompletionConfig(TrainConfig):
     weight_bucket_mb: int = 256
     """Megabytes of weights that travel at once to engines in other processes; each side holds three."""
     weight_checksum: bool = True
-    """After every update of weights compare those of the engine with the trainer's."""
+    """After every update of weights compare the engine's weights with the trainer's."""
 
     log_completions: bool = False
     """Keep completions, with their rewards if there are any, in completions/*.parquet every ``logging_steps``, and show

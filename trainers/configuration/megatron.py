@@ -65,7 +65,7 @@ class MegatronConfig:
     """Weights wait in the memory of the host whenever their role does not compute: between its calls, whoever works
     meanwhile. offload_model moves them while an engine beside them generates, and only then."""
     grad_offload: bool = False
-    """Gradients have memory in the steps of the optimizer alone."""
+    """Gradients have memory only during the steps of the optimizer."""
     infer_batch_size: int | None = None
     """Sequences of a micro-batch that is only scored. null: as many as of one that is trained on."""
     async_save: bool = False

@@ -42,7 +42,7 @@ class SavingConfig:
     """auto (or true): continues from the newest undamaged checkpoint of output_dir; without one, from step 0. A folder:
     continues from that checkpoint."""
     resume_without_manifest: bool = False
-    """Takes a checkpoint without ``manifest.json`` too, though nothing tells whether its files are whole."""
+    """Takes a checkpoint without ``manifest.json`` too, although nothing shows that its files are complete."""
     resume_on_failure: int = 0
     """With Ray: how often a run may continue after workers died or did not answer within ``timeout_s``. All workers are
     then started anew, and the run continues from its newest checkpoint."""

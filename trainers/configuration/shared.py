@@ -119,7 +119,7 @@ class RunConfig:
     log_level: Literal["passive", "debug", "info", "warning", "error", "critical"] = "passive"
     """Of the console. passive: libraries speak when something is wrong; all of it is in ``output_dir/logs``."""
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """Trackers: tensorboard, wandb, swanlab, mlflow, trackio, those of plugins, none."""
+    """Trackers: tensorboard, wandb, swanlab, mlflow, trackio, a tracker of a plugin, none."""
     report_every: int = 0
     """Optimizer steps between writings of report.html, the page about the run. 0: only at the end of the run."""
     trace: bool = False
@@ -151,7 +151,7 @@ class RunConfig:
         if self.use_ray:
             name = trainer.__name__
             raise ConfigError(
-                f"use_ray is true, but {name} is constructed in this process alone. Start its workers too: "
+                f"use_ray is true, but {name} is constructed only in this process. Start its workers too: "
                 f"from trainers.cli import run; run({name}, config). Or set use_ray=False."
             )
 

@@ -41,8 +41,8 @@ class EmbeddingConfig(TrainConfig):
     infonce_temperature: float = 0.1
     """Divides the similarities."""
     infonce_use_batch: bool = True
-    """The texts of other rows are negatives too. A pool is per_device_train_batch_size rows of each worker. false: the
-    row's own negatives alone."""
+    """The texts of other rows are negatives too. A pool is per_device_train_batch_size rows of each worker. false:
+    only the row's own negatives."""
     infonce_hard_negatives: int | None = None
     """Negatives of each row: the first ones, or some of them again where there are fewer. null: all of them."""
     infonce_mask_fake_negative: bool = False
@@ -63,7 +63,7 @@ class EmbeddingConfig(TrainConfig):
     of sentence-transformers say; without them last, and mean for encoders."""
     use_chat_template: bool | None = None
     """Write texts by the chat template. false: the text itself, the system message before it. null: false for models
-    with files of sentence-transformers, for encoders and without a template, otherwise true."""
+    with files of sentence-transformers, for encoders and without a template, else true."""
     end_token: str | None = None
     """A token behind each text that the chat template writes, at which the embedding is then read off. null: none."""
     max_length: int | None = 1024
@@ -101,8 +101,8 @@ class EmbeddingConfig(TrainConfig):
                 raise ConfigError(f"mrl_dims holds {size}: {weight}. Write sizes of embeddings, and weights above 0")
         if self.is_pooled and self.token_budget == "auto" and not self.disable_dropout:
             raise ConfigError(
-                "token_budget: auto cuts micro-batches anew while the first step runs, and dropout would differ between"
-                " the two passes of a step. Write disable_dropout: true, or per_device_train_batch_size"
+                "token_budget: auto changes micro-batches during the first step. Dropout would then differ "
+                "between the two passes of a step. Write disable_dropout: true, or per_device_train_batch_size"
             )
 
     @property

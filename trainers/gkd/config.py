@@ -29,7 +29,7 @@ class GKDConfig(CompletionConfig):
     """Further arguments of the teacher's AutoModelForCausalLM.from_pretrained."""
     teacher_engine: Literal["hf", "vllm"] = "hf"
     """What answers for the teacher_model. hf: transformers, as the student runs. vllm: vLLM, which is installed apart,
-    for ``gkd_logits_topk`` likeliest tokens."""
+    for the top ``gkd_logits_topk`` tokens."""
     teacher_engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Fields of vLLM's EngineArgs for ``teacher_engine: vllm``, such as {max_model_len: 8192}. tensor_parallel_size:
     workers of role teacher that hold one model together."""
@@ -68,8 +68,8 @@ class GKDConfig(CompletionConfig):
     """0: forward KL, teacher to student. 1: reverse KL, student to teacher; between: the generalised Jensen-Shannon
     divergence of GKD. The formulas stand in losses/distillation.py."""
     gkd_logits_topk: int | None = None
-    """Compare only so many of the teacher's likeliest tokens. null: the whole vocabulary, for which the teacher must
-    share the student's devices."""
+    """Compare only so many of the teacher's most probable tokens. null: the whole vocabulary, for which the teacher
+    must share the student's devices."""
     gkd_topk_add_tail: bool = True
     """With ``gkd_logits_topk``: all other tokens together are one more entry. false: the k are renormalised."""
     sft_alpha: float = 0.0
@@ -134,7 +134,7 @@ def check_gkd(config: GKDConfig) -> None:
         raise ConfigError("environment answers the student's completions, but lmbda=0 asks for none. Raise it.")
     if config.drop_long_prompts and config.uses_responses:
         raise ConfigError(
-            f"drop_long_prompts is of prompts alone, and lmbda={config.lmbda} learns from the dataset's responses too. "
+            f"drop_long_prompts only drops prompts, and lmbda={config.lmbda} learns from the dataset's responses too. "
             "Remove it (of ms-swift's names: truncation_strategy: left), or write lmbda: 1 or seq_kd."
         )
     _check_teacher_engine(config)
@@ -150,7 +150,8 @@ def _check_teacher_engine(config: GKDConfig) -> None:
         raise ConfigError("teacher_engine: vllm is for a teacher_model, and there is none: remove it, or set that")
     if config.gkd_logits_topk is None:
         raise ConfigError(
-            "teacher_engine: vllm gives the teacher's likeliest tokens, not the whole vocabulary: set gkd_logits_topk "
+            "teacher_engine: vllm gives the teacher's most probable tokens, not the whole vocabulary: set "
+            "gkd_logits_topk "
             "(64, say), or teacher_engine: hf"
         )
     if config.teacher_model_init_kwargs:

@@ -44,7 +44,7 @@ class GRPOConfig(CompletionConfig):
     num_generations_eval: int | None = None
     """Completions per prompt in evaluation. null: ``num_generations``, or 1 when ``eval_temperature`` is 0."""
     generation_batch_size: int | None = None
-    """Completions generated at once, over all workers. null: those of ``steps_per_generation``."""
+    """Completions generated at once, over all workers. null: the completions of ``steps_per_generation`` steps."""
     steps_per_generation: int | None = None
     """Micro-batches that a generation is worth. null: ``gradient_accumulation_steps``."""
     num_iterations: int = 1
@@ -55,8 +55,8 @@ class GRPOConfig(CompletionConfig):
     a queue, filled again when its last is needed. Role rollout needs devices of its own."""
     weight_sync_interval: int | None = None
     """With ``max_staleness``: the number of decoding steps after which engines look for new weights. They take them in
-    the middle of completions. null: new weights wait until all that was begun has ended. It has an effect with Ray
-    alone: without it processes generate and train by turns."""
+    the middle of completions. null: new weights wait until all that was begun has ended. It has an effect only
+    with Ray. Without Ray, processes generate and train by turns."""
 
     # Generation
     dynamic_sample: bool = False
@@ -178,11 +178,12 @@ class GRPOConfig(CompletionConfig):
     clip_cov_ratio: float = 2e-4
     """Share of a step's tokens, one at least, that clip_cov takes the gradient from."""
     clip_cov_lb: float = 1.0
-    """They are drawn from those whose covariance of advantage and log-probability is above this."""
+    """They are drawn from the tokens whose covariance of advantage and log-probability is above this."""
     clip_cov_ub: float = 5.0
     """And below this."""
     kl_cov_ratio: float = 2e-4
-    """Share of a step's tokens, those of highest covariance, one at least, that kl_cov keeps near the old policy."""
+    """Share of a step's tokens, the tokens of highest covariance (at least one), that kl_cov keeps near the old
+    policy."""
     kl_cov_coef: float = 1.0
     """Weight of their distance to it, |log ratio|."""
     dppo_ratio_cap: float | None = 20.0
@@ -213,11 +214,11 @@ class GRPOConfig(CompletionConfig):
 
     # Exploration
     top_entropy_quantile: float = 1.0
-    """Share of the step's tokens, those of highest entropy, that get a policy gradient (arXiv 2506.01939)."""
+    """Share of the step's tokens, the tokens of highest entropy, that get a policy gradient (arXiv 2506.01939)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus. 0: none, or where ``use_adaptive_entropy`` begins."""
     use_adaptive_entropy: bool = False
-    """Move ``entropy_coef`` after every step, and apply it below ``entropy_target`` alone (arXiv 2505.22312)."""
+    """Move ``entropy_coef`` after every step, and apply it only below ``entropy_target`` (arXiv 2505.22312)."""
     entropy_coef_min: float = 0.0
     """Lowest coefficient that it is moved to."""
     entropy_coef_max: float = 1.0
@@ -368,7 +369,7 @@ def check_rejection(config: GRPOConfig) -> None:
             f"rollout_rejection={kind} needs rollout_rejection_max, the largest value that stays. Set it."
         )
     if not kind.endswith("_k1") and low is not None:
-        raise ConfigError(f"rollout_rejection_min is of k1 alone; {kind} is never negative. Remove it.")
+        raise ConfigError(f"rollout_rejection_min is only for k1; {kind} is never negative. Remove it.")
     if high <= 0 or (low is not None and low <= 0):
         raise ConfigError("rollout_rejection_min and rollout_rejection_max must be positive")
     if kind.endswith("_k1") and (1 / high if low is None else low) > high:
@@ -529,8 +530,7 @@ def check_loss(config: GRPOConfig) -> None:
         )
     if config.loss_name == "gmpo" and config.top_entropy_quantile < 1:
         raise ConfigError(
-            "loss_type=gmpo multiplies the ratios of all tokens of a completion, so that no share of them can be left "
-            "out: remove top_entropy_quantile"
+            "loss_type=gmpo multiplies the ratios of all tokens of a completion: remove top_entropy_quantile"
         )
     meant = {"luspo": "sequence", "vespo": "token"}.get(config.loss_name, config.importance_sampling_level)
     if config.importance_sampling_level != meant:

@@ -135,7 +135,7 @@ def check_can_sleep(config: CompletionConfig, groups: DeviceGroups | None, role:
     """Raises ConfigError if the role's vLLM shall make room on a CPU."""
     if config.sleep_level and is_on_cpu(groups, role):
         raise ConfigError(
-            f"sleep_level={config.sleep_level}: vLLM frees memory of GPUs alone, and role {role} is on a CPU. Set it "
+            f"sleep_level={config.sleep_level}: vLLM frees only memory of GPUs, and role {role} is on a CPU. Set it "
             "to 0."
         )
 
@@ -176,8 +176,8 @@ def check_prompts_fit(
                     raise ConfigError(
                         f"{key}: the prompt of row {place} (from 0, of {len(rows)}) has {len(prompt_ids)} tokens, and "
                         f"with a completion of {config.max_completion_length} (max_completion_length) that is more "
-                        f"than {told}. Set max_prompt_length, {room} at most, which takes the beginning away from "
-                        "longer prompts, change one of the lengths, or take the row out."
+                        f"than {told}. Set max_prompt_length to at most {room}, which cuts the beginning of "
+                        "longer prompts, change one of the lengths, or remove the row."
                     )
 
 

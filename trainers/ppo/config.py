@@ -32,8 +32,8 @@ class PPOConfig(CompletionConfig):
 
     # Models
     value_model: str | None = None
-    """The critic's first weights, a folder or hub name with the policy's tokens. null: those of ``reward_model``, else
-    the policy's with a new head."""
+    """The critic's first weights, a folder or hub name with the policy's tokens. null: the weights of
+    ``reward_model``, else the policy's with a new head."""
     value_learning_rate: float | None = None
     """The critic's. null: ``learning_rate``."""
     ref_model: str | None = None
@@ -88,8 +88,8 @@ class PPOConfig(CompletionConfig):
     cliprange_value: float = 0.2
     """The critic's value is clipped to its old value - cliprange_value, + cliprange_value."""
     vf_coef: float = 0.1
-    """The critic's loss is multiplied by it. As the critic has an optimizer of its own, with AdamW that matters to
-    adam_epsilon and max_grad_norm alone; see value_learning_rate."""
+    """The critic's loss is multiplied by it. The critic has its own optimizer. With AdamW this matters only to
+    adam_epsilon and max_grad_norm. See value_learning_rate."""
 
     # Evaluation
     eval_temperature: float | None = None
@@ -135,7 +135,7 @@ def check_ppo(config: PPOConfig) -> None:
         if not 0 <= getattr(config, name) <= 1:
             raise ConfigError(f"{name} must lie in [0, 1], got {getattr(config, name)}")
     if config.lam_critic is not None and not 0 <= config.lam_critic <= 1:
-        raise ConfigError(f"lam_critic must lie in [0, 1], got {config.lam_critic}; null: that of lam")
+        raise ConfigError(f"lam_critic must lie in [0, 1], got {config.lam_critic}; null: the value of lam")
     alpha = config.length_adaptive_alpha
     if alpha is not None and alpha <= 0:
         raise ConfigError(

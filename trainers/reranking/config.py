@@ -47,7 +47,7 @@ class RerankingConfig(TrainConfig):
     """What a generative_reranker is to look for, where rows have no system message. null: Qwen3-Reranker's words."""
     use_chat_template: bool | None = None
     """Of reranker: the query is a turn of the user, the document of the assistant. false: a pair of texts, as the
-    tokenizer joins them. null: false for encoders and without a template, otherwise true."""
+    tokenizer joins them. null: false for encoders and without a template, else true."""
     max_length: int | None = 1024
     """Tokens of a query with a document. Rows with a longer one are dropped."""
     packing: bool = False

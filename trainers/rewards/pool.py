@@ -74,8 +74,9 @@ class RewardPool:
             functions = pickle.dumps(list(reward_funcs))
         except Exception as error:  # of any type, by what is pickled
             raise ConfigError(
-                f"reward_processes: a function of reward_funcs cannot be sent to other processes ({error}). Define it "
-                "at the top of a module and name it as module:function, or register it in a file of external_plugins."
+                f"reward_processes: a function of reward_funcs cannot be sent to other processes ({error}). "
+                "Define it at the top of a module and name it module:function. Or register it in a file of "
+                "external_plugins."
             ) from error
         self.settings = pickle.dumps((list(map(str, external_plugins)), functions))
         self.num_rewards, self.num_processes, self.limit_s = len(reward_funcs), num_processes, limit_s

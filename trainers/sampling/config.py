@@ -72,9 +72,9 @@ class SamplingConfig(RunConfig):
     temperature: float = 1.0
     """Logits are divided by it. 0: greedy."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that hold this share of the probability. 1: from all."""
+    """Draw from the most probable tokens that hold this share of the probability. 1: from all."""
     top_k: int = 0
-    """Draw from so many of the likeliest tokens. 0: from all."""
+    """Draw only from so many of the most probable tokens. 0: from all."""
     max_completion_length: int = 2048
     """Tokens of a candidate, the stop token included."""
     stop_token_ids: list[int] = field(default_factory=list)
@@ -95,7 +95,7 @@ class SamplingConfig(RunConfig):
     image_urls: bool = False
     """hf and a vision model: download pictures of http addresses; false: rows with an address fail."""
     cache_files: list[str] = field(default_factory=list)
-    """Outputs of earlier runs: a row that has ``num_return_sequences`` completions there takes those."""
+    """Outputs of earlier runs: a row that has ``num_return_sequences`` completions there takes them."""
 
     # Server
     base_url: str = ""
@@ -131,7 +131,7 @@ class SamplingConfig(RunConfig):
     retry_failed: bool = False
     """With ``resume``: take the rows that failed once more."""
     override_exist_file: bool = False
-    """Begin anew where there is an output or an unfinished one."""
+    """Start over where there is an output or an unfinished one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -203,9 +203,9 @@ def check_sampling(config: SamplingConfig) -> None:
     if config.output_path.suffix not in OUTPUT_TYPES:
         raise ConfigError(f"output_file must end in {' or '.join(OUTPUT_TYPES)}, got {config.output_file!r}")
     if config.resume and config.override_exist_file:
-        raise ConfigError("resume goes on with what is there and override_exist_file begins anew; set one of them")
+        raise ConfigError("resume continues the file and override_exist_file starts over; set one of them")
     if config.retry_failed and not config.resume:
-        raise ConfigError("retry_failed is for a run that goes on; set resume too")
+        raise ConfigError("retry_failed needs a run that resumes: set resume too")
 
 
 def _check_range(data_range: list[int]) -> None:

@@ -80,14 +80,12 @@ class SFTConfig(TrainConfig):
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if scale is not None and scale.base != "all" and self.completion_only_loss is False:
-            raise ConfigError(f"loss_scale {self.loss_scale} learns answers alone; remove completion_only_loss: false")
+            raise ConfigError(f"loss_scale {self.loss_scale} learns only answers; remove completion_only_loss: false")
         if scale is not None and scale.base == "all" and self.completion_only_loss:
             raise ConfigError("loss_scale all learns every token; remove completion_only_loss")
         at_least(self, 1, "shuffle_buffer_size")
         if self.streaming and self.max_steps <= 0:
-            raise ConfigError(
-                "streaming reads rows while the run goes on, so that nobody can count them: set max_steps."
-            )
+            raise ConfigError("streaming reads rows during the run, so their number is not known: set max_steps.")
         if self.streaming and self.split_dataset_ratio:
             raise ConfigError(
                 "split_dataset_ratio holds rows out, and a stream has no last row that is known: give eval_dataset."

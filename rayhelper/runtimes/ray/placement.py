@@ -94,7 +94,7 @@ def probe(address: str) -> None:
 def _nobody(address: str, error: Exception) -> PlacementError:
     return PlacementError(
         f"no Ray cluster answers at ray_address {address!r} ({error}). Start one there with `ray start --head`, "
-        "correct ray_address (or RAY_ADDRESS), or leave it out to start a cluster on this machine."
+        "or correct ray_address (or RAY_ADDRESS). Without it, a cluster starts on this machine."
     )
 
 

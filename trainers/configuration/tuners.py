@@ -47,7 +47,7 @@ class TunerConfig:
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
     """What 4 bits stand for: quantiles of a normal distribution, or numbers with exponents."""
     use_bnb_nested_quant: bool = False
-    """Quantize the scales of the 4 bits once more."""
+    """Also quantize the scales of the 4 bits."""
 
     @property
     def has_adapter(self) -> bool:

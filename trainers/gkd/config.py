@@ -28,7 +28,8 @@ class GKDConfig(CompletionConfig):
     teacher_model_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the teacher's AutoModelForCausalLM.from_pretrained."""
     teacher_engine: Literal["hf", "vllm"] = "hf"
-    """What answers for the teacher_model. hf: transformers, as the student runs. vllm: vLLM, which is installed apart,
+    """The engine of the teacher_model. hf: transformers, as the student runs. vllm: vLLM, which is installed
+    separately,
     for the top ``gkd_logits_topk`` tokens."""
     teacher_engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Fields of vLLM's EngineArgs for ``teacher_engine: vllm``, such as {max_model_len: 8192}. tensor_parallel_size:
@@ -40,12 +41,13 @@ class GKDConfig(CompletionConfig):
     lmbda: float = 0.5
     """Share of the steps that learn from the student's own completions; the others from the dataset's responses."""
     max_staleness: int = 0
-    """Steps whose completions are begun ahead of the one that is learned from, by a student that knows less. 0: none.
+    """How many steps old the student may be that generates. Its completions are made while earlier ones are
+    learned. 0: none.
     above 1: a queue, filled again when its last is needed. Role rollout needs devices of its own."""
     seq_kd: bool = False
     """Those others learn from the teacher's completions instead."""
     max_length: int | None = 1024
-    """Tokens of a dataset row; longer ones lose the beginning of their prompt."""
+    """Tokens of a dataset row. A longer row loses the beginning of its prompt."""
 
     # Generation
     max_completion_length: int = 128
@@ -58,7 +60,7 @@ class GKDConfig(CompletionConfig):
     """Name of a registered environment or scheduler, a dotted path, or {name: ..., argument: value}. It answers the
     student's text; see ``rollout/environments.py``. null: a completion is a single turn."""
     max_turns: int | None = None
-    """Turns of the student in one completion. null: as many as ``max_completion_length`` has room for."""
+    """Turns of the student in one completion. null: as many as fit into ``max_completion_length``."""
     completion_length_limit_scope: Literal["total", "per_round"] = "total"
     """What ``max_completion_length`` limits: total: all turns of a completion together; per_round: each turn of the
     student. Then ``max_turns`` or vLLM's ``max_model_len`` limits the whole."""
@@ -66,12 +68,13 @@ class GKDConfig(CompletionConfig):
     # Loss
     beta: float = 0.5
     """0: forward KL, teacher to student. 1: reverse KL, student to teacher; between: the generalised Jensen-Shannon
-    divergence of GKD. The formulas stand in losses/distillation.py."""
+    divergence of GKD. The formulas are in losses/distillation.py."""
     gkd_logits_topk: int | None = None
-    """Compare only so many of the teacher's most probable tokens. null: the whole vocabulary, for which the teacher
+    """Compare only this number of the teacher's most probable tokens. null: the whole vocabulary, for which the
+    teacher
     must share the student's devices."""
     gkd_topk_add_tail: bool = True
-    """With ``gkd_logits_topk``: all other tokens together are one more entry. false: the k are renormalised."""
+    """With ``gkd_logits_topk``: all other tokens together form one more entry. false: the k are renormalised."""
     sft_alpha: float = 0.0
     """Weight of the cross-entropy, at temperature 1, that is added on the dataset's responses."""
 

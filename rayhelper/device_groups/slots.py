@@ -161,7 +161,7 @@ def _places(
                 f"the cluster cannot hold the device groups. No node is left with {asked} free, which node {k} of "
                 "the "
                 f"configuration needs.\n{_asked_table(groups, layout)}\n{_free_table(nodes)}\n"
-                "Ask for fewer or for other nproc_per_node, add nodes, or free what other jobs hold."
+                "Ask for fewer or for other nproc_per_node, add nodes, or end other jobs."
             )
     return places
 

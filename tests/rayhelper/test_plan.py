@@ -158,7 +158,7 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_it_has():
         "  node    address   GPU  NPU  CPU\n"
         "  host-1  10.0.0.1  4    0    2\n"
         "  host-2  10.0.0.2  1    0    2\n"
-        "Ask for fewer or for other nproc_per_node, add nodes, or free what other jobs hold."
+        "Ask for fewer or for other nproc_per_node, add nodes, or end other jobs."
     )
 
 

@@ -110,7 +110,7 @@ def check_completion(config: CompletionConfig) -> None:
     check_engine(config)
     at_least(config, 1, "max_completion_length", "max_prompt_length", "rollout_batch_size")
     if config.drop_long_prompts and config.max_prompt_length is None:
-        raise ConfigError("drop_long_prompts needs max_prompt_length, which says what is too long. Set it.")
+        raise ConfigError("drop_long_prompts needs max_prompt_length, the largest length. Set it.")
     check_model_len(config)
 
 

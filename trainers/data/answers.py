@@ -61,7 +61,7 @@ def answers_of(messages: Sequence[Mapping[str, Any]], render: Render, turns: Tur
 def _own_weight(message: Mapping[str, Any], place: int) -> float | None:
     weight = message.get("loss_scale")
     if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
-        raise ValueError(f"loss_scale of message {place} must be a number, the weight of what it says; got {weight!r}")
+        raise ValueError(f"loss_scale of message {place} must be a number, the weight of its text; got {weight!r}")
     return weight
 
 

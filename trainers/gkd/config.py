@@ -162,8 +162,8 @@ def _check_teacher_engine(config: GKDConfig) -> None:
     most = config.teacher_engine_kwargs.get("max_logprobs", config.gkd_logits_topk)
     if isinstance(most, int) and 0 <= most < config.gkd_logits_topk:
         raise ConfigError(
-            f"teacher_engine_kwargs: max_logprobs={most} is below gkd_logits_topk={config.gkd_logits_topk}. Raise it, "
-            "or remove it: it is then what is needed."
+            f"teacher_engine_kwargs: max_logprobs={most} is below gkd_logits_topk={config.gkd_logits_topk}. Raise "
+            "it, or remove it: then it has the length that is needed."
         )
     length = config.teacher_engine_kwargs.get("max_model_len")
     if isinstance(length, int) and length > 0:

@@ -568,7 +568,7 @@ def check_clip_range(config: GRPOConfig) -> None:
 
 def check_turns(config: GRPOConfig) -> None:
     if config.environment is not None and config.tools:
-        raise ConfigError("environment and tools both answer what the model writes; set one of them")
+        raise ConfigError("environment and tools both answer the model; set one of them")
     if config.tool_call_parser != "auto" and not config.tools:
         raise ConfigError("tool_call_parser reads calls of tools, but there are no tools. Set tools, or remove it.")
     if config.max_turns is not None and config.max_tool_calling_iterations is not None:

@@ -119,8 +119,8 @@ def check_model_fits(told: str, size: int, groups: DeviceGroups | None, role: st
         if size != group.gpus_per_worker:
             raise ConfigError(
                 f"{told}, but a worker of role {role} has {group.gpus_per_worker} GPUs (gpus_per_worker), and vLLM "
-                f"holds a model with all of them. Make the two equal, or remove gpus_per_worker: then workers with a "
-                "GPU each hold one together."
+                "holds a model with all of them. Make the two equal, or remove gpus_per_worker: then several "
+                "workers, with one GPU each, hold one model."
             )
     elif num_workers % size:
         raise ConfigError(f"{told} does not divide the {num_workers} workers of role {role}")

@@ -125,7 +125,7 @@ class RewardPool:
             processes = [] if self.executor is None else processes_of(self.executor)
             self.close()  # the executor has told the others to end
             raise RuntimeError(
-                f"a process that runs reward functions has died ({_ends(processes)}); what it wrote stands above. "
+                f"a process that runs reward functions has died ({_ends(processes)}); its output is above. "
                 "Killed by signal 9, it mostly had no memory left: fewer reward_processes. A script that trains "
                 "without `if __name__ == '__main__':` around it cannot start processes."
             ) from error

@@ -72,8 +72,8 @@ class SFTConfig(TrainConfig):
         joins = self.padding_free or (self.per_device_train_batch_size == 1 and self.token_budget is None)
         if self.neftune_noise_alpha and self.packing and self.packing_strategy != "wrapped" and not joins:
             raise ConfigError(
-                "neftune_noise_alpha: the length of what passes through the model says how large the noise is, and "
-                "elsewhere packed rows are joined there. Set padding_free: true, or per_device_train_batch_size: 1"
+                "neftune_noise_alpha: the noise depends on the length of an input, and other systems join packed "
+                "rows into one input. Set padding_free: true, or per_device_train_batch_size: 1"
             )
         at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size")
         try:

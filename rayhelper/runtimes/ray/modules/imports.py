@@ -102,7 +102,8 @@ def not_by_value(cls: type, names: Iterable[str], error: Exception) -> RoleError
     """The error for modules that must travel by value and hold what cannot."""
     listed = ", ".join(f"{name!r} ({file_of(name)})" for name in sorted(names))
     return RoleError(
-        f"{cls.__name__} cannot be constructed: what these modules hold cannot be sent to workers, which lack them or "
-        f"run another source of them than the driver: {listed}: {error}. Make the modules importable on every node, or "
+        f"{cls.__name__} cannot be constructed: the contents of these modules cannot be sent to workers. The "
+        f"workers lack the modules, or run another source of them than the driver: {listed}: {error}. Make the "
+        "modules importable on every node, or "
         "start the workers again: RayHelper.teardown(), then RayHelper.initialize(...)."
     )

@@ -98,8 +98,8 @@ def check_new_tokens(config: TrainConfig) -> None:
     whole = ("modules_to_save", "trainable_token_indices")
     if lora and not any(lora.get(name) for name in whole) and "embed_tokens" not in config.lora_target_modules:
         logger.warning(
-            "new_special_tokens: the adapter leaves embeddings and head as they are, so that the new tokens keep what "
-            "is drawn for them. lora_kwargs: {modules_to_save: [embed_tokens, lm_head]} trains both"
+            "new_special_tokens: the adapter does not train embeddings and head, so the new tokens keep their "
+            "first rows. lora_kwargs: {modules_to_save: [embed_tokens, lm_head]} trains both"
         )
 
 
@@ -240,7 +240,7 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp", *, scores
     if towers and kind is not None and getattr(kind, "config_class", None) is not type(configuration):
         raise ConfigError(
             f"model: {model!r} has a {towers[0].removesuffix('_config')} tower, and is trained here by "
-            f"{kind.__name__}, which is for text alone: the model that is saved would lack its tower. Vision models "
+            f"{kind.__name__}, which is only for text. The saved model would lack its tower. Vision models "
             "are trained with backend: fsdp; models that hear are not supported yet."
         )
 
@@ -277,7 +277,7 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
             )
         if config.freeze_llm and config.has_adapter:
             raise ConfigError(
-                "freeze_llm is true, but an adapter of backend: megatron is on the language model alone. Remove one."
+                "freeze_llm is true, but an adapter of backend: megatron is only on the language model. Remove one."
             )
         if config.freeze_llm and config.pipeline_model_parallel_size > 1:
             raise ConfigError(

@@ -70,9 +70,7 @@ def swift(asked: dict[str, Any]) -> tuple[list[str], Path]:
     }
     words = [word for name, value in settings.items() for word in (f"--{name}", _word(value))]
     command = [sys.executable, "-m", "swift.cli.rlhf", "--rlhf_type", "grpo", *words]
-    return [*_environment("swift", REAL_STEPS=asked["steps_file"], REAL_REWARD=asked["rewards"]), *command], Path(
-        asked["steps_file"]
-    )
+    return [*_environment("swift", REAL_STEPS=asked["steps_file"]), *command], Path(asked["steps_file"])
 
 
 def verl(asked: dict[str, Any]) -> tuple[list[str], Path]:

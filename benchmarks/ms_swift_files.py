@@ -104,7 +104,7 @@ def ran(case: Case, number: int, folder: Path, ms_swift: Path, server: str, limi
         "steps": len(steps),
         "loss": last.get("loss"),
         "reward": last.get("reward"),
-        "replaced": case.missing or "",
+        "replaced": "Qwen3" if case.is_of_no_megatron else "",
         "said": log.read_text(encoding="utf-8", errors="replace")[-6000:],
     }
 
@@ -145,7 +145,7 @@ def main() -> None:
                 options.out.write_text(json.dumps(results, indent=1))
             if one["code"]:
                 print(one["name"], one["said"][-2500:], sep="\n", flush=True)
-    print("| command | of the file, replaced by texts or Qwen3 | exit | s | steps | loss | reward |")
+    print("| command | model, replaced by | exit | s | steps | loss | reward |")
     print("|---|---|---|---|---|---|---|")
     for one in results:
         numbers = " | ".join("" if one[name] is None else f"{one[name]:.4g}" for name in ("loss", "reward"))

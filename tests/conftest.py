@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import signal
 import sys
@@ -33,11 +34,39 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup's are to a hangup
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _temporary.enter_context(own_temporary_folder())
+    if config.getoption("tx", None) and not hasattr(
+        config, "workerinput"
+    ):  # processes of tests are forks of one server
+        config.option.tx = [f"{one}//python={warm.share()}" for one in config.option.tx]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     warm.close()
     _temporary.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Processes import the tests each from another one on: each rewrites the assertions of a part, for all others."""
+    of_many = getattr(session.config, "workerinput", {"workercount": 1})
+    count = of_many["workercount"]
+    if count == 1:
+        return
+    root = session.config.rootpath
+    names = [
+        ".".join(file.relative_to(root).with_suffix("").parts)
+        for argument in session.config.args
+        for file in sorted((root / argument).rglob("test_*.py"))
+    ]
+    first = int(of_many["workerid"].removeprefix("gw")) * len(names) // count
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", False)
+        for name in names[first:] + names[:first]:
+            folder = name.rpartition(".")[0]
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # which the collection reports
+                if (root / folder.replace(".", "/") / "conftest.py").exists():
+                    importlib.import_module(f"{folder}.conftest")
+                importlib.import_module(name)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks

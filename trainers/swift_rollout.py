@@ -1,7 +1,7 @@
 """``swift rollout``: GPUs that wait for a run with ``vllm_mode: server``, and how its engines use them.
 
-    CUDA_VISIBLE_DEVICES=6,7 python -m trainers swift rollout --model M --vllm_data_parallel_size 2
-    CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 NPROC_PER_NODE=6 python -m trainers swift rlhf --vllm_mode server \
+    CUDA_VISIBLE_DEVICES=6,7 rayhelper swift rollout --model M --vllm_data_parallel_size 2
+    CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 NPROC_PER_NODE=6 rayhelper swift rlhf --vllm_mode server \
         --vllm_server_host 127.0.0.1 ...
 
 Both commands stand in ms-swift's scripts. The first one starts no engine here: it answers at its port with its GPUs
@@ -91,7 +91,7 @@ class Offer:
 
 
 USAGE = (
-    "usage: python -m trainers swift rollout --model MODEL [--port 8000] [--vllm_tensor_parallel_size N] "
+    "usage: rayhelper swift rollout --model MODEL [--port 8000] [--vllm_tensor_parallel_size N] "
     "[--vllm_data_parallel_size N] [--vllm_...]\n"
     "Holds the GPUs of CUDA_VISIBLE_DEVICES for runs of this node with --vllm_mode server."
 )
@@ -184,7 +184,7 @@ def asked(port: int, wait_s: float) -> Offer:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"vllm_mode server: nobody answers at {where} ({error}). Start python -m trainers swift rollout "
+                    f"vllm_mode server: nobody answers at {where} ({error}). Start rayhelper swift rollout "
                     f"--model MODEL --port {port} first, on the GPUs of the engine."
                 ) from None
             if not is_told:
@@ -195,7 +195,7 @@ def asked(port: int, wait_s: float) -> Offer:
 
 def _another(where: str) -> str:
     return (
-        f"vllm_mode server: what answers at {where} is not python -m trainers swift rollout. Start that one, which "
+        f"vllm_mode server: what answers at {where} is not rayhelper swift rollout. Start that one, which "
         "gives its GPUs to the run, in place of ms-swift's own or TRL's."
     )
 

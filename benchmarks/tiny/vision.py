@@ -152,6 +152,45 @@ def _qwen3_5_moe(folder: Path, **text: Any) -> tuple[Any, Any]:
     return _qwen(folder, "Qwen3_5Moe", "Qwen3VL", DELTA | experts | text, vision)
 
 
+OMNI = [*QWEN, "<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>"]
+NAMES = {  # by which their processors ask for tokens
+    **dict(zip(("vision_bos_token", "vision_eos_token", "image_token", "video_token"), QWEN, strict=True)),
+    **dict(zip(("audio_bos_token", "audio_eos_token", "audio_token"), OMNI[len(QWEN) :], strict=True)),
+}
+
+
+def _omni(folder: Path, kind: str, text: dict[str, Any], vision: dict[str, Any]) -> tuple[Any, Any]:
+    """A model that also hears, without the part that speaks."""
+    tokenizer = _tokenizer(OMNI, QWEN_PLACE, **NAMES)
+    _qwen_processor(folder, tokenizer, 4, f"{kind}Processor")
+    text = TEXT | {"rope_parameters": MROPE, "vocab_size": len(tokenizer), "dtype": "float32"} | text
+    sizes = {"depth": 2, "hidden_size": 16, "num_heads": 2, "out_hidden_size": text["hidden_size"], "patch_size": 4}
+    sizes |= {"spatial_merge_size": 2, "initializer_range": 0.1, "intermediate_size": 24}
+    hearing = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+    hearing |= {"num_mel_bins": 8, "output_dim": text["hidden_size"], "max_source_positions": 100}
+    thinker = getattr(transformers, f"{kind}ThinkerConfig")(
+        text_config=text,
+        vision_config=sizes | vision,
+        audio_config=hearing,
+        **_ids(tokenizer, image_token_id=QWEN[2], video_token_id=QWEN[3], audio_token_id=OMNI[-1]),
+        **_ids(tokenizer, vision_start_token_id=QWEN[0], vision_end_token_id=QWEN[1]),
+        **_ids(tokenizer, audio_start_token_id=OMNI[-3], audio_end_token_id=OMNI[-2]),
+        tie_word_embeddings=False,
+    )
+    return getattr(transformers, f"{kind}Config")(
+        thinker_config=thinker.to_dict(), enable_audio_output=False
+    ), tokenizer
+
+
+def _qwen2_5_omni(folder: Path, **text: Any) -> tuple[Any, Any]:
+    return _omni(folder, "Qwen2_5Omni", text, {"window_size": 16, "fullatt_block_indexes": [1]})
+
+
+def _qwen3_omni_moe(folder: Path, **text: Any) -> tuple[Any, Any]:
+    vision = {"depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    return _omni(folder, "Qwen3OmniMoe", {"head_dim": 8} | EXPERTS | text, vision)
+
+
 def _siglip(**fields: Any) -> dict[str, Any]:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     return sizes | fields
@@ -198,7 +237,7 @@ def _smolvlm(folder: Path) -> tuple[Any, Any]:
     return config, tokenizer
 
 
-def _internvl(folder: Path) -> tuple[Any, Any]:
+def _internvl(folder: Path, **text: Any) -> tuple[Any, Any]:
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
     tokens = ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
@@ -209,7 +248,7 @@ def _internvl(folder: Path) -> tuple[Any, Any]:
     _processor_config(folder, "InternVLProcessor", image_seq_length=4)
     vision = _siglip(image_size=[16, 16], patch_size=[4, 4], projection_dropout=0.0, use_mean_pooling=False)
     config = transformers.InternVLConfig(
-        text_config=TEXT | {"model_type": "qwen2", "vocab_size": len(tokenizer), "dtype": "float32"},
+        text_config=TEXT | {"model_type": "qwen2", "vocab_size": len(tokenizer), "dtype": "float32"} | text,
         vision_config=vision | {"model_type": "internvl_vision"},
         image_seq_length=4,
         downsample_ratio=0.5,
@@ -255,13 +294,33 @@ FURTHER: dict[str, Callable[..., tuple[Any, Any]]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_5_moe": _qwen3_5_moe,
+    "qwen2_5_omni": _qwen2_5_omni,
+    "qwen3_omni_moe": _qwen3_omni_moe,
+}
+
+
+def _mrope(*section: int, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {**MROPE, "mrope_section": list(section), **fields}}
+
+
+# Fields by which vLLM runs a model of Qwen's families on a CPU: heads of at least 32 numbers, of delta layers 128
+IN_VLLM: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"hidden_size": 128, **_mrope(4, 6, 6)},
+    "qwen2_5_vl": {"hidden_size": 128, **_mrope(4, 6, 6)},
+    "qwen3_vl": {"head_dim": 32, **_mrope(6, 5, 5, mrope_interleaved=True)},
+    "qwen3_5": {
+        "head_dim": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        **_mrope(6, 5, 5, mrope_interleaved=True, partial_rotary_factor=1.0),
+    },
 }
 
 
 def save_vision(folder: str | Path, name: str = "qwen2_5_vl", seed: int = 0, **text: Any) -> str:
     """Writes a random model of ``MODELS`` or ``FURTHER`` in float32, its tokenizer and its processor; the folder.
 
-    ``text``: fields of the language model of Qwen's families.
+    ``text``: fields of the language model of Qwen's families and InternVL.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -269,7 +328,7 @@ def save_vision(folder: str | Path, name: str = "qwen2_5_vl", seed: int = 0, **t
     tokenizer.save_pretrained(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        model = transformers.AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
         for weight in model.parameters():  # also those that would begin as zeros or ones
             if weight.dim() < 2 or float(weight.detach().std()) == 0.0:
                 weight.data += 0.1 * torch.randn_like(weight)

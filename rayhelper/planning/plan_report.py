@@ -1,6 +1,6 @@
-"""``python -m rayhelper plan``: what a configuration would ask of a cluster, as text or JSON.
+"""``rayhelper plan``: what a configuration would ask of a cluster, as text or JSON.
 
-    python -m rayhelper plan --config x.yaml [--nodes N --gpus-per-node M]
+    rayhelper plan --config x.yaml [--nodes N --gpus-per-node M]
 
 No Ray, no torch, no GPU: it starts in a fraction of a second, also for a hundred thousand GPUs. What stands in the plan
 is found by ``dry_run.py``; here it is written down, short enough to read: ranks and nodes in runs.

@@ -177,7 +177,7 @@ def test_a_prompt_whose_picture_is_missing_is_told(folders: dict[str, str], tmp_
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "vllm": ({"rollout_engine": "vllm"}, "rollout_engine: vllm does not complete prompts for vision models yet"),
+    "vllm": ({"rollout_engine": "vllm"}, "rollout_engine: vllm needs torchvision for a model that sees pictures"),
     "shared rows": ({"sequence_parallel_size": 2}, "workers cannot share rows with pictures yet"),
 }
 

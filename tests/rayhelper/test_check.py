@@ -1,4 +1,4 @@
-"""What ``python -m rayhelper check`` finds: every seeded mistake, and nothing in code that is right."""
+"""What ``rayhelper check`` finds: every seeded mistake, and nothing in code that is right."""
 
 from __future__ import annotations
 

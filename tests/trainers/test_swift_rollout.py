@@ -106,7 +106,7 @@ def test_another_program_at_the_port_is_named(said: bytes) -> None:
     handler = type("Says", (Another,), {"said": said})
     with (
         serving(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as port,
-        pytest.raises(ConfigError, match=f"127.0.0.1:{port} is not python -m trainers swift rollout"),
+        pytest.raises(ConfigError, match=f"127.0.0.1:{port} is not rayhelper swift rollout"),
     ):
         asked(port, 0)
 
@@ -115,7 +115,7 @@ def test_nobody_at_the_port_ends_after_the_wait(capsys: pytest.CaptureFixture[st
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(ConfigError, match=f"Start python -m trainers swift rollout --model MODEL --port {port}"):
+    with pytest.raises(ConfigError, match=f"Start rayhelper swift rollout --model MODEL --port {port}"):
         asked(port, 0.01)
     assert f"waiting up to 0.01 s for swift rollout at 127.0.0.1:{port}" in capsys.readouterr().err
 

@@ -23,7 +23,7 @@ class ClassificationConfig(TrainConfig):
     SCORES: ClassVar = True
 
     task_type: Literal["seq_cls"] = "seq_cls"
-    """What ``python -m trainers sft`` asks for this trainer by."""
+    """What ``rayhelper sft`` asks for this trainer by."""
     output_dir: str = "outputs/classification"
     num_labels: int
     """Numbers that the head gives for each row: classes, labels, or values to predict."""

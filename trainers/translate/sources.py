@@ -79,7 +79,7 @@ def _of_command(found: list[list[str]], name: str, system: str | None) -> Source
                 if "sft" in word:
                     raise ConfigError(
                         f"{name}: {word} is fine-tuning, and only {whose}'s RL is translated. Here "
-                        "that is python -m trainers sft (docs/trainers/sft.md)"
+                        "that is rayhelper sft (docs/trainers/sft.md)"
                     )
                 rest, left_out = _named(rest)
                 return Source(name, whose, keys=_overrides(_checked(rest, name)), left_out=left_out)

@@ -21,8 +21,9 @@ from trainers.backends.megatron.architectures import (
     head_width,
     is_delta,
 )
-from trainers.backends.megatron.layers import ENGINE_FIELDS, LOCAL, TRANSFORMER_ENGINE, implementation
+from trainers.backends.megatron.layers import ENGINE_FIELDS, LOCAL, TRANSFORMER_ENGINE, as_there, implementation
 from trainers.backends.megatron.settings import MegatronSettings
+from trainers.data.images.processor import seeing_part
 
 
 def model_fields(
@@ -33,7 +34,7 @@ def model_fields(
     if has_delta and (asked := [name for name in ENGINE_FIELDS if name in settings.transformer]):
         raise ConfigError(
             f"megatron: {asked[0]} needs layers of TransformerEngine, but the layers of {hf.model_type} are "
-            "megatron-core's own. Remove it."
+            f"megatron-core's own. Remove it{as_there(asked[0])}."
         )
     if has_delta and settings.transformer.get("transformer_impl") == TRANSFORMER_ENGINE:
         raise ConfigError(
@@ -94,6 +95,7 @@ def read_config(model: Any, fields: Mapping[str, Any], *, trust_remote_code: boo
                 f"model_init_kwargs {sorted(fields)}: {config.model_type} also sees, and the backend megatron changes "
                 "nothing of its configuration. Change config.json, or remove them."
             )
+        text.tie_word_embeddings = seeing_part(config).tie_word_embeddings  # which decides in transformers
         text.name_or_path = config.name_or_path
     return config
 

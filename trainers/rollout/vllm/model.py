@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from rayhelper import ConfigError
-from trainers.parts.fingerprints import added_up, fingerprint, fingerprints, rows_of
+from trainers.parts.fingerprints import added_up, fingerprint, fingerprints, layer_of, rows_of
+from trainers.rollout.vllm.patches import plain_convolutions
 
 DERIVED = ("W_UK_T", "W_UV")  # parameters that vLLM computes from others: of latent attention (DeepSeek)
 COPIED = ("layer_scalar",)  # buffers of vLLM's that are weights of transformers' models (Gemma 4)
@@ -16,7 +17,8 @@ COPIED = ("layer_scalar",)  # buffers of vLLM's that are weights of transformers
 
 def load(named_weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> None:
     """Takes the weights in place, and computes anew what vLLM has derived from those before."""
-    model.load_weights(iter(named_weights))
+    with plain_convolutions(model):
+        model.load_weights(iter(named_weights))
     for module in model.modules():
         if hasattr(module, "kv_b_proj") and hasattr(module, DERIVED[0]):
             module.process_weights_after_loading(module.kv_b_proj.weight.dtype)
@@ -36,6 +38,25 @@ def check_experts(model: Any) -> None:
             f"vLLM keeps the experts of {type(model).__name__} in the layout of {', '.join(sorted(backends - PLAIN))}, "
             "where new weights cannot be loaded into their place. Set vllm_engine_kwargs: {moe_backend: triton}."
         )
+
+
+PEFT = "base_model.model."  # how names of an adapter's weights begin
+
+
+def layers_of(names: Iterable[str], model: Any) -> dict[str, str]:
+    """The checkpoint's layers of these weights, by the names that vLLM has for them, where those are others.
+
+    vLLM calls parts of models that see pictures by names of its own.
+    """
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return {}
+    found = {}
+    for name in names:
+        start = PEFT if name.startswith(PEFT) else ""
+        for own in mapper.apply_list([name.removeprefix(start)]):
+            found[layer_of(start + own)] = layer_of(name)
+    return {own: layer for own, layer in found.items() if own != layer}
 
 
 def scale_logits(factor: float, model: Any) -> None:
@@ -67,6 +88,11 @@ def model_fingerprints(dtype: torch.dtype, model: Any) -> dict[str, int]:
     """
     if type(model).__name__ in UNLIKE:
         return {}
+    with plain_convolutions(model):
+        return _model_fingerprints(dtype, model)
+
+
+def _model_fingerprints(dtype: torch.dtype, model: Any) -> dict[str, int]:
     from vllm.distributed import parallel_state
 
     size, rank = (
@@ -92,7 +118,7 @@ def model_fingerprints(dtype: torch.dtype, model: Any) -> dict[str, int]:
                 if getattr(module, "num_kv_head_replicas", 1) > 1:
                     return {}
                 found = fingerprint(rows_of(name, weight))
-            elif weight.dim() > 2:  # experts
+            elif weight.dim() > 2 and not module_name.endswith(("patch_embed.proj", ".conv1d")):  # experts
                 return {}
             else:  # every worker has it
                 found = fingerprint(rows_of(name, weight)) * (rank == 0)

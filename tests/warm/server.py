@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.frozen import freeze_heap
+from tests.warm import RANKS
 
 MODULES = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.nn.parallel", "torch._dynamo"),
@@ -37,6 +38,8 @@ MODULES = (
     *("google.protobuf.json_format", "google.protobuf.timestamp_pb2", "starlette.datastructures", "logging.handlers"),
     *(f"trainers.{name}.trainer" for name in ("sft", "dpo", "kto", "cpo", "reward", "grpo", "gkd", "ppo")),
     *("trainers.backends.fsdp.backend", "trainers.backends.megatron.backend", "torch.distributed.run", "pytest"),
+    # what vLLM imports, but not vLLM
+    *("aiohttp", "fastapi", "openai.types.chat", "openai.types.responses", "zmq", "email_validator"),
     # what ranks of the backends need
     *("torch._dynamo.backends.inductor", "torch._dynamo.backends.distributed", "torch.export._trace"),
     *("torch._subclasses.schema_check_mode", "torch.fx.experimental.validator", "numpy.ctypeslib", "safetensors.torch"),
@@ -159,7 +162,7 @@ def become(asked: Asked, program: str) -> None:
         sys.path[:1] = ["", *filter(None, asked.environ.get("PYTHONPATH", "").split(os.pathsep))]
         return
     script = Path(asked.arguments[0])
-    if "ray" in script.parts and script.name != "default_worker.py":
+    if script.name != "default_worker.py" and RANKS not in asked.arguments:
         sys.executable = program  # what starts workers starts them as it was started itself
     if script.name == "setup_worker.py":
         os.execvp = stays_if_ray(os.execvp, program)  # type: ignore[assignment]

@@ -32,6 +32,7 @@ MODULES = (
     *("transformers.models.qwen3.modeling_qwen3", "transformers.integrations.sdpa_attention", "tokenizers"),
     *("transformers.optimization", "transformers.trainer_pt_utils", "trl.data_utils", "trl.chat_template_utils"),
     *("trl.rewards", "torch.profiler._cupti_monitor", "torch.utils.serialization.config"),
+    "tests.backends.megatron_preload",  # before what imports megatron: nothing of it is compiled in each fork
     *("rayhelper", "rayhelper.worker.host", "rayhelper.runtimes.torchrun.runtime"),
     # what Ray imports, but not Ray, which keeps the variables that it once read
     *("pydantic.v1", "pydantic.json_schema", "pydantic.networks", "requests", "jsonschema", "msgpack", "uvloop"),
@@ -44,7 +45,7 @@ MODULES = (
     *("torch._dynamo.backends.inductor", "torch._dynamo.backends.distributed", "torch.export._trace"),
     *("torch._subclasses.schema_check_mode", "torch.fx.experimental.validator", "numpy.ctypeslib", "safetensors.torch"),
     *("transformers.models.qwen3_moe.modeling_qwen3_moe", "peft.utils.transformers_weight_conversion"),
-    *("huggingface_hub.hf_file_system", "tests.backends.megatron_preload"),
+    "huggingface_hub.hf_file_system",
     *(f"trainers.rollout.hf.{name}" for name in ("engine", "cache", "decoder", "graphs", "slots")),
 )
 SET_BY_IMPORTS: dict[str, str] = {}  # variables

@@ -8,7 +8,7 @@ from rayhelper.timeline.trace import NO_CALL, STEP
 
 
 def mark_step(step: int, begun_ns: int | None) -> None:
-    """Marks a step that the driver began at ``begun_ns`` (``time.time_ns()``) and that ends now; None: it did not begin.
+    """Marks a step that the driver began at ``begun_ns`` (``time.time_ns()``) and that ends now; None: nothing began.
 
     Without a trace it does nothing. Busy shares are of the time from the first to the last mark: they leave start-up
     out.

@@ -453,7 +453,7 @@ def unread(config: Any, reason: str, *names: str) -> None:
 def _check_backend(config: TrainConfig) -> None:
     """Raises ConfigError for keys that the other backend reads, and for those of megatron that break each other."""
     if config.backend == "megatron":
-        asked = [name for name in OF_FSDP if getattr(config, name) is not False]
+        asked = [name for name in OF_FSDP if getattr(config, name, None) is not False]
         unread(config, "backend is megatron, which does not read it", *asked)
         if config.gradient_checkpointing == "auto":
             raise ConfigError("gradient_checkpointing: auto is of backend: fsdp. Write true or false.")

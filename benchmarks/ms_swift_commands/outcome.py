@@ -141,17 +141,15 @@ def tried(words: list[str], environment: dict[str, str], servers: list[Command])
 
 @contextmanager
 def with_gpus() -> Iterator[None]:
-    """Inside, there seem to be GPUs, torchvision as vLLM has it there, and the trackers that commands report to."""
+    """Inside, there seem to be GPUs, torchvision, and the trackers that commands report to."""
     import torch
-
-    import trainers.rollout.vllm.vision.features
 
     with (
         patch.object(torch.cuda, "is_available", lambda: True),
         patch.object(torch.cuda, "is_bf16_supported", lambda *_: True),
         patch.object(torch.cuda, "current_device", lambda: 0),
         patch("trainers.run.trackers._is_installed", lambda _: True),
-        patch.object(trainers.rollout.vllm.vision.features, "find_spec", lambda _: True),
+        patch("trainers.rollout.vllm.vision.features.find_spec", lambda name: name),
     ):
         yield
 

@@ -139,7 +139,8 @@ def _qwen3_vl(folder: Path, **text: Any) -> tuple[Any, Any]:
 
 def _qwen3_vl_moe(folder: Path, **text: Any) -> tuple[Any, Any]:
     vision = {"depth": 3, "intermediate_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-    return _qwen(folder, "Qwen3VLMoe", "Qwen3VL", {"head_dim": 8} | EXPERTS | text, vision)
+    experts = EXPERTS | {"norm_topk_prob": True}  # which vLLM looks for
+    return _qwen(folder, "Qwen3VLMoe", "Qwen3VL", {"head_dim": 8} | experts | text, vision)
 
 
 def _qwen3_5(folder: Path, **text: Any) -> tuple[Any, Any]:

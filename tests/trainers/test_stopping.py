@@ -104,13 +104,17 @@ def test_saving_is_watched_after_a_step_that_ended_just_in_time(monkeypatch: pyt
         ended.wait()
         return ""
 
-    with pytest.raises(GivenUp), StopSignals(with_interrupt=False, grace_s=0.0, where=where) as signals:
-        with signals.watch.step():
-            os.kill(os.getpid(), signal.SIGTERM)
-            asked.wait()
-        ended.set()
-        with signals.watch.saving():
-            time.sleep(100)
+    def hang() -> None:
+        with StopSignals(with_interrupt=False, grace_s=0.0, where=where) as signals:
+            with signals.watch.step():
+                os.kill(os.getpid(), signal.SIGTERM)
+                asked.wait()
+            ended.set()
+            with signals.watch.saving():
+                time.sleep(100)
+
+    with pytest.raises(GivenUp):
+        hang()
 
 
 def test_a_step_that_is_only_slow_ends_and_another_signal_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from trainers.parts.fingerprints import fingerprints
 from trainers.rollout.base import Sampling
 from trainers.rollout.vllm import decoding, patches
 from trainers.rollout.vllm.engine import VllmEngine
-from trainers.rollout.vllm.model import check_experts, model_fingerprints, scale_logits
+from trainers.rollout.vllm.model import as_in_files, check_experts, model_fingerprints, scale_logits
 from trainers.rollout.vllm.start import variables
 
 pytestmark = pytest.mark.xdist_group("vllm")
@@ -652,6 +652,18 @@ def test_experts_in_a_layout_of_their_own_are_refused(backend: str, is_plain: bo
         return
     with pytest.raises(ConfigError, match=r"layout of FLASHINFER_CUTLASS.*moe_backend: triton"):
         check_experts(model)
+
+
+@pytest.mark.parametrize("is_exchanged", [True, False])
+def test_stacks_of_experts_come_as_the_models_own_files_have_them(is_exchanged: bool) -> None:
+    model: Any = torch.nn.Linear(1, 1)
+    model.is_fused_checkpoint_transposed = is_exchanged
+    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    sent = {name: torch.randn(2, 3, 4), name.replace("experts", "gate"): torch.randn(2, 3, 4)}
+    found = dict(as_in_files(sent.items(), model))
+    assert found.keys() == sent.keys()
+    for key, weight in sent.items():
+        assert torch.equal(found[key], weight.transpose(1, 2) if is_exchanged and key == name else weight)
 
 
 def test_a_temperature_multiplies_the_scale_that_a_model_has_itself() -> None:

@@ -104,7 +104,7 @@ def test_saving_is_watched_after_a_step_that_ended_just_in_time(monkeypatch: pyt
         ended.wait()
         return ""
 
-    def saves() -> None:
+    def hang() -> None:
         with StopSignals(with_interrupt=False, grace_s=0.0, where=where) as signals:
             with signals.watch.step():
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -114,7 +114,7 @@ def test_saving_is_watched_after_a_step_that_ended_just_in_time(monkeypatch: pyt
                 time.sleep(100)
 
     with pytest.raises(GivenUp):
-        saves()
+        hang()
 
 
 def test_a_step_that_is_only_slow_ends_and_another_signal_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

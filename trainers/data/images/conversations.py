@@ -66,7 +66,7 @@ def placed(
         raise ValueError(f"the row has {len(column)} images and {len(column) - missing} places for them")
     for name in ("chosen", "rejected"):
         if any(num_pictures(message, marks=bool(column)) for message in turns.get(name, ())):
-            raise ValueError(f"{name} has an image: of pairs the prompt alone may have some")
+            raise ValueError(f"{name} has an image: only the prompt of a pair may have images")
     rest, found = iter(column), []
     for name in spoken:
         for message in turns[name]:

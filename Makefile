@@ -20,7 +20,7 @@ check: setup ## formatting, lint and types
 	$(PYTHON) -m mypy
 
 test: setup ## the whole test suite, in three processes on two cores: tests also wait
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 3 --dist loadgroup tests
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 3 --dist loadgroup --no-loadscope-reorder tests
 
 quickstart: setup ## GRPO on two-digit addition, on Ray
 	$(PYTHON) -m trainers.grpo --config examples/grpo/quickstart.yaml --use_ray true

@@ -166,7 +166,7 @@ def checked_configuration(trainer: type, name: str) -> type[RunConfig]:
     config_type = configuration_of(trainer)
     if config_type is None:
         raise ConfigError(
-            f"{name} does not say what its keys are. Write def __init__(self, config: MyConfig) -> None, with "
+            f"{name} does not name its keys. Write def __init__(self, config: MyConfig) -> None, with "
             f"{EXTENDS} that is known where the class is defined."
         )
     if not dataclasses.is_dataclass(config_type) or not issubclass(config_type, RunConfig):

@@ -141,7 +141,7 @@ def tried(words: list[str], environment: dict[str, str], servers: list[Command])
 
 @contextmanager
 def with_gpus() -> Iterator[None]:
-    """Inside, there seem to be GPUs, and the trackers that commands report to are installed."""
+    """Inside, there seem to be GPUs, torchvision, and the trackers that commands report to."""
     import torch
 
     with (
@@ -149,6 +149,7 @@ def with_gpus() -> Iterator[None]:
         patch.object(torch.cuda, "is_bf16_supported", lambda *_: True),
         patch.object(torch.cuda, "current_device", lambda: 0),
         patch("trainers.run.trackers._is_installed", lambda _: True),
+        patch("trainers.rollout.vllm.vision.features.find_spec", lambda name: name),
     ):
         yield
 

@@ -29,6 +29,9 @@ SEEING = (  # the first that matches the model's name: of benchmarks/tiny/vision
     (r"Qwen3-VL", "qwen3_vl"),
     (r"Qwen3\.[58].*A\d+B", "qwen3_5_moe"),
     (r"Qwen3\.[58]", "qwen3_5"),
+    (r"GLM-4\.6V-Flash", "glm46v"),
+    (r"GLM-4\.6V", "glm4v_moe"),
+    (r"PaddleOCR-VL", "paddleocr_vl"),
     (r"Qwen2\.5-Omni", "qwen2_5_omni"),
     (r"Qwen3-Omni", "qwen3_omni_moe"),
 )
@@ -45,10 +48,7 @@ CONFIGURED = (  # the model_type in the config.json of the hub, and whether the 
     (r"DeepSeek-OCR|deepseek-vl2", "deepseek_vl_v2", True),
     (r"gemma-4", "gemma4", False),
     (r"Llama-4", "llama4", False),
-    (r"GLM-4\.6V-Flash", "glm46v", False),
-    (r"GLM-4\.6V", "glm4v_moe", False),
     (r"MiniCPM-V-4\.6", "minicpmv4_6", False),
-    (r"PaddleOCR-VL", "paddleocr_vl", False),
     (r"HunyuanOCR", "hunyuan_vl", False),
 )
 ROWS = (  # columns of rows, by the names of data
@@ -143,7 +143,7 @@ def _seeing(kind: str, name: str, folder: Path, program: str, seed: int) -> str:
     target = folder / f"{kind}_{program}_{layers}_{seed}"
     if not target.is_dir():
         fields: dict[str, Any] = {"max_position_embeddings": 131072}
-        if program == "megatron":
+        if program == "megatron" and kind.startswith("qwen"):
             rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 8]}
             fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": layers, "head_dim": 32}
             fields |= {"vocab_size": 320, "hidden_size": 256, "rope_parameters": rotary}

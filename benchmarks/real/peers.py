@@ -70,9 +70,8 @@ def swift(asked: dict[str, Any]) -> tuple[list[str], Path]:
     }
     words = [word for name, value in settings.items() for word in (f"--{name}", _word(value))]
     command = [sys.executable, "-m", "swift.cli.rlhf", "--rlhf_type", "grpo", *words]
-    return [*_environment("swift", REAL_STEPS=asked["steps_file"], REAL_REWARD=asked["rewards"]), *command], Path(
-        asked["steps_file"]
-    )
+    offline = {"MODELSCOPE_REPO_TREE_PAGE_MAX_ATTEMPTS": "1"}  # it asks its hub, and else tries again for 7 s
+    return [*_environment("swift", REAL_STEPS=asked["steps_file"], **offline), *command], Path(asked["steps_file"])
 
 
 def verl(asked: dict[str, Any]) -> tuple[list[str], Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -138,7 +139,8 @@ def _qwen3_vl(folder: Path, **text: Any) -> tuple[Any, Any]:
 
 def _qwen3_vl_moe(folder: Path, **text: Any) -> tuple[Any, Any]:
     vision = {"depth": 3, "intermediate_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-    return _qwen(folder, "Qwen3VLMoe", "Qwen3VL", {"head_dim": 8} | EXPERTS | text, vision)
+    experts = EXPERTS | {"norm_topk_prob": True}  # which vLLM looks for
+    return _qwen(folder, "Qwen3VLMoe", "Qwen3VL", {"head_dim": 8} | experts | text, vision)
 
 
 def _qwen3_5(folder: Path, **text: Any) -> tuple[Any, Any]:
@@ -279,6 +281,65 @@ def _llava_onevision(folder: Path) -> tuple[Any, Any]:
     return config, tokenizer
 
 
+def _patches(folder: Path, kind: str, processor: str, tokens: Sequence[str], **fields: Any) -> Any:
+    """The tokenizer, beside an image processor that cuts pictures into patches as Qwen2-VL's does.
+
+    ``tokens``: around and of a picture; ``kind``: of the module of transformers that has the image processor.
+    """
+    module = importlib.import_module(f"transformers.models.{kind}.image_processing_pil_{kind}")
+    name = f"{processor}ImageProcessorPil"
+    sizes = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 8 * 8, "longest_edge": 40 * 40}}
+    getattr(module, name)(**sizes, **fields).save_pretrained(folder)
+    _processor_config(folder, f"{processor}Processor")
+    start, of_picture, end = tokens[:3]
+    return _tokenizer(tokens, start + of_picture + end, image_token=of_picture, image_start_token=start)
+
+
+GLM = ["<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>"]
+
+
+def _glm(folder: Path, kind: str, processor: str, text: dict[str, Any]) -> tuple[Any, Any]:
+    """Both of GLM-4.6V: the dense one and the mixture."""
+    tokenizer = _patches(folder, processor.lower(), processor, GLM, temporal_patch_size=2)
+    sizes = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32}
+    sizes |= {"patch_size": 4, "spatial_merge_size": 2, "image_size": 32, "initializer_range": 0.1}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=TEXT | {"vocab_size": len(tokenizer), "rope_parameters": rope, "dtype": "float32"} | text,
+        vision_config=sizes,
+        **_ids(tokenizer, image_token_id=GLM[1], video_token_id=GLM[3]),
+        **_ids(tokenizer, image_start_token_id=GLM[0], image_end_token_id=GLM[2]),
+        **_ids(tokenizer, video_start_token_id=GLM[4], video_end_token_id=GLM[5]),
+        tie_word_embeddings=False,
+    )
+    return config, tokenizer
+
+
+def _glm46v(folder: Path, **text: Any) -> tuple[Any, Any]:
+    return _glm(folder, "Glm46V", "Glm46V", text)
+
+
+def _glm4v_moe(folder: Path, **text: Any) -> tuple[Any, Any]:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1}
+    return _glm(folder, "Glm4vMoe", "Glm4v", experts | {"first_k_dense_replace": 1, "head_dim": 8} | text)
+
+
+def _paddleocr_vl(folder: Path, **text: Any) -> tuple[Any, Any]:
+    tokens = ["<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>", "<|video_pad|>"]
+    tokenizer = _patches(folder, "paddleocr_vl", "PaddleOCRVL", tokens)
+    vision = {"patch_size": 4, "image_size": 16, "spatial_merge_size": 2}
+    config = transformers.PaddleOCRVLConfig(
+        text_config=TEXT
+        | {"vocab_size": len(tokenizer), "rope_parameters": MROPE, "head_dim": 8, "dtype": "float32"}
+        | text,
+        vision_config=_siglip(**vision),
+        **_ids(tokenizer, image_token_id=tokens[1], video_token_id=tokens[3]),
+        **_ids(tokenizer, vision_start_token_id=tokens[0], vision_end_token_id=tokens[2]),
+        tie_word_embeddings=False,
+    )
+    return config, tokenizer
+
+
 MODELS: dict[str, Callable[..., tuple[Any, Any]]] = {  # tested with pictures
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
@@ -294,6 +355,9 @@ FURTHER: dict[str, Callable[..., tuple[Any, Any]]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_5_moe": _qwen3_5_moe,
+    "glm46v": _glm46v,
+    "glm4v_moe": _glm4v_moe,
+    "paddleocr_vl": _paddleocr_vl,
     "qwen2_5_omni": _qwen2_5_omni,
     "qwen3_omni_moe": _qwen3_omni_moe,
 }
@@ -320,7 +384,7 @@ IN_VLLM: dict[str, dict[str, Any]] = {
 def save_vision(folder: str | Path, name: str = "qwen2_5_vl", seed: int = 0, **text: Any) -> str:
     """Writes a random model of ``MODELS`` or ``FURTHER`` in float32, its tokenizer and its processor; the folder.
 
-    ``text``: fields of the language model of Qwen's families and InternVL.
+    ``text``: fields of the language model of Qwen's families, InternVL, GLM-4.6V and PaddleOCR-VL.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

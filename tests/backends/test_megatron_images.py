@@ -296,6 +296,14 @@ SEEN: list[dict[str, Any]] = [{"prompt": [ASKED], "images": [png(k)]} for k in r
 RUNS: dict[str, dict[str, Any]] = {
     "sft": {"dataset": ROWS, "max_length": None, "shuffle_dataset": False},
     "dpo": {"dataset": PAIRS, "max_length": None, "eval_dataset": None},
+    "reward": {"dataset": PAIRS, "max_length": None, "eval_dataset": None},
+    "classification": {
+        "dataset": [{"messages": [ASKED], "images": [png(k)], "label": k % 3} for k in range(4)],
+        "eval_dataset": None,
+        "max_length": None,
+        "num_labels": 3,
+        "use_chat_template": True,
+    },
     "grpo": {"dataset": SEEN, "eval_dataset": None, "rollout_engine": "hf", "num_iterations": 1},
     "gkd": {
         "dataset": [row | {"completion": [{"role": "assistant", "content": "one"}]} for row in SEEN],

@@ -162,6 +162,15 @@ def test_loss_and_gradients_of_rows_with_no_one_and_several_pictures_are_those_o
     assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("name", ["glm46v", "glm4v_moe", "paddleocr_vl"])
+def test_so_are_those_of_models_that_runs_are_not_tested_with(name: str, tmp_path: Path) -> None:
+    model = save_vision(tmp_path, name)
+    loss, theirs = transformers_gradients(model)
+    our_loss, ours = our_gradients(model, sequences_of(model), padding_free=True)
+    assert our_loss == pytest.approx(loss, abs=MARGIN)
+    assert_same(ours, theirs)
+
+
 @pytest.mark.parametrize("name", PACKS)
 @pytest.mark.parametrize("way", ["padding_free", "packed"])
 def test_pictures_in_rows_of_several_documents_have_the_positions_that_they_have_alone(

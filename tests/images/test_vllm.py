@@ -66,3 +66,16 @@ def test_a_run_trains_an_adapter_that_the_engine_holds_apart(found: dict[str, An
     assert second["grad_norm"] > 0
     assert found["adapter"]
     assert not any("visual" in name for name in found["adapter"])
+
+
+def test_ms_swifts_file_on_pictures_runs_on_megatron_with_vllm(found: dict[str, Any]) -> None:
+    steps = found["ray_grpo_colocate"]
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:
+        assert step["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+def test_ms_swifts_file_with_students_and_teachers_of_qwen3_5_in_vllm(found: dict[str, Any]) -> None:
+    steps = found["standalone"]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(0 < step["loss"] < 10 for step in steps)

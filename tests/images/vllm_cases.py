@@ -21,22 +21,28 @@ from rayhelper import ConfigError
 from tests.conftest import without_runtime
 from tests.e2e.runs import grpo_config, lines
 from tests.images.test_grpo import KEYS, prompts
+from tests.torchvision_on_cpu import ROOT
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Rollouts, Sequences
+from trainers.cli import load_config
+from trainers.gkd.config import GKDConfig
+from trainers.gkd.trainer import GKDTrainer
+from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.parts import weights
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf.engine import HfEngine
 from trainers.rollout.vllm.engine import VllmEngine
 
+FILES = ROOT / "tests" / "e2e" / "ms_swift_ray"
 SETTINGS = {"max_model_len": 512, "max_num_seqs": 8, "block_size": 32, "limit_mm_per_prompt": {"image": 2}}
 GREEDY = Sampling(max_completion_length=6, temperature=0.0)
 
 
-def gap(backend: FsdpBackend, asked: Prompts, found: Rollouts) -> float:
+def gap(backend: FsdpBackend, asked: Prompts, found: Rollouts, temperature: float = 1.0) -> float:
     """The largest distance of an engine's log-probabilities to the trainer's."""
     samples = dataclasses.replace(found, images=asked.images).samples()
-    logps = backend.token_logps(samples, micro_batch_size=2)
+    logps = backend.token_logps(samples, micro_batch_size=2, temperature=temperature)
     return float(np.abs(logps.values - found.rollout_logps.values).max())
 
 
@@ -97,9 +103,9 @@ def of_engine(folder: Path) -> Iterator[tuple[str, Any]]:
         backend.module.get_output_embeddings().weight[list(backend.vision.processor.image_token_ids)] *= 5
     engine.load_weights(backend.named_weights())
     many = Prompts.concat([asked] * 8)
-    drawn = engine.generate(many, Sampling(max_completion_length=6), seed=3)
+    drawn = engine.generate(many, Sampling(max_completion_length=6, temperature=0.7), seed=3)
     yield "pictures drawn", int(backend.vision.is_picture(drawn.completion_ids.values).sum())
-    yield "drawn", gap(backend, many, drawn)
+    yield "drawn", gap(backend, many, drawn, 0.7)
     samples = dataclasses.replace(drawn, images=many.images).samples()
     sequences = Sequences(samples.input_ids, samples.target_mask, images=samples.images)
     for name, answers in (
@@ -145,7 +151,38 @@ def of_run(folder: Path) -> Iterator[tuple[str, Any]]:
     yield "steps", [line for line in lines(folder / "lora") if "loss" in line]
 
 
+def of_files(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Two of ms-swift's files for Ray, each in this process alone: on megatron, and with no engine in vLLM's place."""
+    small = {"use_ray": False, "max_steps": 2, "max_completion_length": 6, "max_length": 512, "global_batch_size": 8}
+    small |= {"vllm_max_model_len": 1024, "sleep_level": 0, "dataset_num_proc": 1, "report_to": "none"}
+    small |= {"backend": "megatron", "train.tensor_model_parallel_size": 1, "save_strategy": "no"}
+    plugins = ["examples/grpo/count_shapes.py", "tests/megatron_on_cpu.py"]
+
+    def ran(name: str, kind: Any, trainer: Any, file: str, **keys: Any) -> Iterator[tuple[str, Any]]:
+        words = small | keys | {"output_dir": str(folder / name)}
+        told = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in words.items()]
+        config = load_config(kind, ["--config", str(FILES / file), *told])
+        trainer.check(config, None)
+        with without_runtime():
+            run = trainer(config)
+            run.train()
+            run.generator.engine.close()
+        yield name, [line for line in lines(folder / name) if "loss" in line]
+
+    model = save_vision(folder / "grpo_model", "qwen2_5_vl", **IN_VLLM["qwen2_5_vl"])
+    keys: dict[str, Any] = {"model": model, "dataset": "count_shapes#64", "external_plugins": plugins}
+    keys |= {"system": "examples/ms_swift/system.txt", "steps_per_generation": 1, "dtype": "float32"}
+    yield from ran("ray_grpo_colocate", GRPOConfig, GRPOTrainer, "grpo/ray_grpo_colocate.yaml", **keys)
+
+    rows = [{"instruction": f"What is {k} and {k}?", "input": "", "output": f"It is {2 * k}."} for k in range(32)]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    student, teacher = (save_vision(folder / f"gkd_{seed}", "qwen3_5", seed, **IN_VLLM["qwen3_5"]) for seed in range(2))
+    keys = {"model": student, "teacher.model": teacher, "dataset": str(folder / "rows.jsonl"), "dtype": "bfloat16"}
+    keys |= {"external_plugins": plugins[1:], "teacher.vllm_max_model_len": 1024}
+    yield from ran("standalone", GKDConfig, GKDTrainer, "rollout_colocate_teacher_standalone.yaml", **keys)
+
+
 if __name__ == "__main__":
     place = Path(sys.argv[1])
-    found = dict(of_engine(place)) | dict(of_run(place))
+    found = dict(of_engine(place)) | dict(of_run(place)) | dict(of_files(place))
     (place / "found.json").write_text(json.dumps(found))

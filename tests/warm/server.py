@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.frozen import freeze_heap
+from tests.warm import RANKS
 
 MODULES = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.nn.parallel", "torch._dynamo"),
@@ -31,17 +32,20 @@ MODULES = (
     *("transformers.models.qwen3.modeling_qwen3", "transformers.integrations.sdpa_attention", "tokenizers"),
     *("transformers.optimization", "transformers.trainer_pt_utils", "trl.data_utils", "trl.chat_template_utils"),
     *("trl.rewards", "torch.profiler._cupti_monitor", "torch.utils.serialization.config"),
+    "tests.backends.megatron_preload",  # before what imports megatron: nothing of it is compiled in each fork
     *("rayhelper", "rayhelper.worker.host", "rayhelper.runtimes.torchrun.runtime"),
     # what Ray imports, but not Ray, which keeps the variables that it once read
     *("pydantic.v1", "pydantic.json_schema", "pydantic.networks", "requests", "jsonschema", "msgpack", "uvloop"),
     *("google.protobuf.json_format", "google.protobuf.timestamp_pb2", "starlette.datastructures", "logging.handlers"),
     *(f"trainers.{name}.trainer" for name in ("sft", "dpo", "kto", "cpo", "reward", "grpo", "gkd", "ppo")),
     *("trainers.backends.fsdp.backend", "trainers.backends.megatron.backend", "torch.distributed.run", "pytest"),
+    # what vLLM imports, but not vLLM
+    *("aiohttp", "fastapi", "openai.types.chat", "openai.types.responses", "zmq", "email_validator"),
     # what ranks of the backends need
     *("torch._dynamo.backends.inductor", "torch._dynamo.backends.distributed", "torch.export._trace"),
     *("torch._subclasses.schema_check_mode", "torch.fx.experimental.validator", "numpy.ctypeslib", "safetensors.torch"),
     *("transformers.models.qwen3_moe.modeling_qwen3_moe", "peft.utils.transformers_weight_conversion"),
-    *("huggingface_hub.hf_file_system", "tests.backends.megatron_preload"),
+    "huggingface_hub.hf_file_system",
     *(f"trainers.rollout.hf.{name}" for name in ("engine", "cache", "decoder", "graphs", "slots")),
 )
 SET_BY_IMPORTS: dict[str, str] = {}  # variables
@@ -159,7 +163,7 @@ def become(asked: Asked, program: str) -> None:
         sys.path[:1] = ["", *filter(None, asked.environ.get("PYTHONPATH", "").split(os.pathsep))]
         return
     script = Path(asked.arguments[0])
-    if "ray" in script.parts and script.name != "default_worker.py":
+    if script.name != "default_worker.py" and RANKS not in asked.arguments:
         sys.executable = program  # what starts workers starts them as it was started itself
     if script.name == "setup_worker.py":
         os.execvp = stays_if_ray(os.execvp, program)  # type: ignore[assignment]

@@ -150,8 +150,7 @@ def check_classifier(config: ClassificationConfig) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     found = configuration_of(config.model, config.trust_remote_code)
-    if config.backend == "fsdp":
-        classifier_class(found)  # of a vision model there is one from now on
+    classifier_class(found)  # of a vision model there is one from now on
     kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(found), None)
     if kind is not None:
         with torch.device("meta"):

@@ -73,7 +73,7 @@ def check_devices(config: TrainConfig, groups: DeviceGroups | None) -> None:
         on_cpu = default_device().type == "cpu" if groups is None else groups.group_of(role).device == "CPU"
         if on_cpu and not _has_stand_in():
             raise ConfigError(
-                f"backend: megatron computes on GPUs alone, and role {role!r} is on a CPU. Give it GPUs, or write "
+                f"backend: megatron computes only on GPUs, and role {role!r} is on a CPU. Give it GPUs, or write "
                 "backend: fsdp."
             )
 

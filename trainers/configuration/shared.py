@@ -81,7 +81,8 @@ class RunConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with a model or tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the forward pass. auto: bfloat16 on GPUs that have it, else float32. Trained weights are float32."""
+    """The precision of the forward pass. auto: bfloat16 on GPUs that have it, else float32. Trained weights are
+    float32."""
 
     # Data
     dataset: Any
@@ -93,21 +94,21 @@ class RunConfig:
     prompt_template: str | None = None
     """Writes ``prompt`` from the other columns: 'Question: {question}'."""
     system: str | None = None
-    """System message put before every conversation that has none; text prompts become conversations by it."""
+    """System message for every conversation that has none. A text prompt then becomes a conversation."""
     model_name: list[str] | None = None
-    """What {{NAME}} in the rows of swift/self-cognition becomes: one name, or the Chinese and the English one."""
+    """The name for {{NAME}} in the rows of swift/self-cognition. Two names: the Chinese and the English one."""
     model_author: list[str] | None = None
-    """What {{AUTHOR}} there becomes, likewise."""
+    """The author for {{AUTHOR}} in the same rows, one or two names."""
     shuffle_dataset: bool = True
     """Go through the rows in a new random order every epoch."""
     external_plugins: list[str] = field(default_factory=list)
     """Python files or modules that register reward functions, datasets and models."""
     seed: int = 42
-    """Of shuffling, sampling, dropout and new weights."""
+    """The seed of shuffling, sampling, dropout and new weights."""
 
     defaults: Literal["trl", "ms-swift"] = "trl"
-    """The system whose defaults hold for keys that a file does not give. Some keys also have its meaning. A file with a
-    key that only ms-swift has gets ms-swift. In Python the defaults are the class's."""
+    """The system whose defaults hold for keys that a file does not give. Some keys also have its meaning. For a
+    file with a key that only ms-swift has, it is ms-swift. In Python the defaults are the class's."""
 
     # Output
     output_dir: str = "outputs"
@@ -119,7 +120,7 @@ class RunConfig:
     log_level: Literal["passive", "debug", "info", "warning", "error", "critical"] = "passive"
     """Of the console. passive: libraries speak when something is wrong; all of it is in ``output_dir/logs``."""
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """Trackers: tensorboard, wandb, swanlab, mlflow, trackio, those of plugins, none."""
+    """Trackers: tensorboard, wandb, swanlab, mlflow, trackio, a tracker of a plugin, none."""
     report_every: int = 0
     """Optimizer steps between writings of report.html, the page about the run. 0: only at the end of the run."""
     trace: bool = False
@@ -133,7 +134,8 @@ class RunConfig:
     ray_address: str | None = None
     """The Ray cluster to join. null: RAY_ADDRESS, else a cluster on this machine."""
     timeout_s: float | None = None
-    """Seconds that a call to a role, driver included, may take where device_groups does not say it. null: no limit."""
+    """Seconds that a call to a role may take, unless device_groups says it. It also holds for the driver. null: no
+    limit."""
     env: dict[str, str | int | float] = field(default_factory=dict)
     """Environment variables of every process; they win over the shell's, and a group's own ``env`` over them. Files and
     trackers show secrets such as HF_TOKEN as ***. A file that is read with *** takes the value of the shell."""
@@ -151,7 +153,7 @@ class RunConfig:
         if self.use_ray:
             name = trainer.__name__
             raise ConfigError(
-                f"use_ray is true, but {name} is constructed in this process alone. Start its workers too: "
+                f"use_ray is true, but {name} is constructed only in this process. Start its workers too: "
                 f"from trainers.cli import run; run({name}, config). Or set use_ray=False."
             )
 
@@ -170,32 +172,33 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     """The backend that trains and scores models. fsdp: transformers and torch. megatron: megatron-core, which is
     installed separately and divides a model over workers."""
     new_special_tokens: list[str] = field(default_factory=list)
-    """Tokens that tokenizer and model get beside their own, or .txt files of them with spaces or lines between."""
+    """Tokens to add to tokenizer and model. Or .txt files with such tokens, separated by spaces or lines."""
     fsdp_sharding_strategy: Literal["full_shard", "no_shard"] = "full_shard"
-    """full_shard: weights, gradients and optimizer lie in shards over the train workers (FSDP2); no_shard: each worker
-    has them whole (DDP)."""
+    """full_shard: weights, gradients and optimizer are sharded over the train workers (FSDP2). no_shard: each
+    worker has all of them (DDP)."""
     fsdp_reshard_after_forward: bool = True
     """Free a layer's gathered weights between forward and backward (ZeRO-3); false keeps them (ZeRO-2)."""
     optimizer_offload: bool = False
     """The optimizer's states are in the memory of the host but when it changes the weights."""
     cuda_graphs: bool = True
-    """A whole model that a single GPU trains in bfloat16 passes as CUDA graphs (``padding_free``), where it can: the
-    host no longer starts every kernel. The numbers are the same except for rounding."""
+    """Run passes that learn as CUDA graphs, where a single GPU trains a whole model in bfloat16 and no vLLM shares it.
+    The rows of a pass are joined, as with ``padding_free``. The numbers are the same except for rounding."""
     torch_compile: bool | Literal["auto"] = "auto"
-    """Compile the model's layers: the first step takes longer, later ones less time. auto: in passes that learn as CUDA
-    graphs, if the run has at least 20 steps."""
+    """Compile the model's layers: the first step takes longer, later steps are faster. auto: compile passes that learn
+    as CUDA graphs, if the run has at least 20 steps."""
     activation_memory_budget: float = 1.0
     """With ``torch_compile: true``: the share of a layer's activations that is kept for the backward pass. The rest is
-    computed again, the cheapest operations first. 0.9 leaves out what lies between products, 0: all but the layer's
-    input."""
+    computed again, the cheapest operations first. 0.9 drops the values between matrix products. 0 keeps only the
+    layer's input."""
     logits_memory_gib: float | None = None
-    """GiB of a worker for what the backward pass needs of the logits; beyond them logits are computed again. null: 3,
+    """GiB per worker for the logits of the backward pass. Further logits are computed again. null: 3,
     and 0 under gradient_checkpointing or recompute_granularity full."""
     fsdp_offload_params: bool = False
     """Keep the shards and the optimizer in the memory of the host."""
     sequence_parallel_size: int = 1
-    """Workers that have a part of every sequence each, for long ones (Ulysses). So many consecutive workers get the
-    same rows, and count once. It divides the workers of each role with a model, and the model's attention heads."""
+    """Workers that divide every sequence among them, for long sequences (Ulysses). These consecutive workers get
+    the same rows, and count once. It divides the workers of each role with a model, and the model's attention
+    heads."""
 
     # Evaluation data
     eval_dataset: Any = None
@@ -228,7 +231,8 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm. 0: never."""
     max_bad_steps: int = 3
-    """A step whose loss or gradient norm is not finite changes nothing; so many in a row end the run."""
+    """A step whose loss or gradient norm is not finite changes nothing. This number of such steps in a row ends
+    the run."""
     lr_scheduler_type: str = "linear"
     """One of transformers' schedules: linear, cosine, constant, constant_with_warmup, ..."""
     lr_scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -238,8 +242,8 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     warmup_ratio: float = 0.0
     """Share of all steps to warm up for, where ``warmup_steps`` is 0."""
     dataloader_drop_last: bool = False
-    """Drop the last micro-batch of an epoch if it is incomplete. With ``global_batch_size`` it is the last step; of
-    GRPO the last generation; of PPO the last batch."""
+    """Drop the last micro-batch of an epoch if it is incomplete. With ``global_batch_size`` it is the last step.
+    For GRPO it is the last generation, for PPO the last batch."""
     group_by_length: bool = False
     """Put rows of about the same length into a step, as Hugging Face's length-grouped sampler does."""
     num_train_epochs: float = 3.0
@@ -252,11 +256,12 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     """Micro-batches of a worker in an optimizer step."""
     global_batch_size: int | None = None
     """Sequences per optimizer step, over all workers. null: per_device_train_batch_size x gradient_accumulation_steps x
-    workers (those that share a slice count once: of a divided model, or of sequence_parallel_size). Where it is set,
-    gradient_accumulation_steps must be left alone."""
+    workers (workers of one divided model, or of one sequence, count once). If it is set, do not set
+    gradient_accumulation_steps."""
     token_budget: int | Literal["auto"] | None = None
-    """Tokens that a micro-batch holds at most, padding included. null: per_device_train_batch_size says it in
-    sequences. A longer sequence is a micro-batch of its own. auto (backend: fsdp): a GPU measures the first passes of
+    """Tokens that a micro-batch holds at most, padding included. null: per_device_train_batch_size counts
+    sequences instead. A longer sequence is a micro-batch of its own. auto (backend: fsdp): a GPU measures the
+    first passes of
     the first step. It takes as many tokens as fit and save time. The numbers are the same except for rounding. A file
     that gives neither key has auto, unless its numbers depend on the micro-batch."""
     padding_free: bool = False
@@ -270,7 +275,7 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     router_aux_loss_coef: float = 0.0
     """Weight of the loss that keeps the use of experts even (backend: fsdp). It is added to the trainer's loss."""
     peak_tflops: float | None = None
-    """What a device can do at most, in 10^12 floating-point operations a second, for ``throughput/mfu``. null: known of
+    """Peak speed of a device, in 10^12 floating-point operations per second, for ``throughput/mfu``. null: known of
     common GPUs (bfloat16), and without it no mfu."""
 
     def __post_init__(self) -> None:

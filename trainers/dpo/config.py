@@ -29,9 +29,9 @@ class DPOConfig(ReferenceConfig):
 
     # Data
     max_length: int | None = 1024
-    """Tokens of prompt and completion; truncation_mode says what becomes of longer sequences."""
+    """Tokens of prompt and completion; truncation_mode says how longer sequences are cut."""
     truncation_mode: TruncationMode = "keep_start"
-    """keep_start or keep_end of a sequence that is too long; drop: without pairs that have one."""
+    """For a sequence that is too long: keep_start, keep_end, or drop (the whole pair)."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     packing: bool = False

@@ -172,8 +172,8 @@ class GKDTrainer:
         """Raises ConfigError for rows without a prompt of the teacher's own where it needs one."""
         if self.config.has_live_teacher and not all(has_teacher_prompt(row) for row in rows):
             raise ConfigError(
-                "teacher_model is null, so that the student is its own teacher: it can learn only what another prompt "
-                "tells it, and some rows have no 'teacher_prompt'. Add it, or set teacher_model, or tuner_type: lora "
+                "teacher_model is null, so that the student is its own teacher: it can learn only from other "
+                "prompts, and some rows have no 'teacher_prompt'. Add it, or set teacher_model, or tuner_type: lora "
                 "(the teacher is then the student without its adapter)."
             )
 

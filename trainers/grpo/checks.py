@@ -32,7 +32,7 @@ def environment_of(config: GRPOConfig, tokenizer: Any = None) -> Callable[[], En
     if config.reward_processes and is_scheduler(config.environment):
         raise ConfigError(
             "reward_processes is not supported with a scheduler of ms-swift, whose rollout_infos reach the functions "
-            "on the driver alone. Write reward_processes: 0."
+            "only on the driver. Write reward_processes: 0."
         )
     with mistakes_of("environment"):
         return environment_named(config.environment, max_turns=config.turn_limit, tokenizer=tokenizer)

@@ -57,8 +57,8 @@ def generalized_jsd(
     if student_logits.shape[-1:] != teacher_logits.shape[-1:]:
         raise ValueError(
             f"student and teacher must share one vocabulary, got logits of {student_logits.shape[-1]} and "
-            f"{teacher_logits.shape[-1]} entries. Where only the padding of the embeddings differs, cut both to the "
-            "tokenizer's size; where the tokenizers differ, these divergences do not apply."
+            f"{teacher_logits.shape[-1]} entries. If only the padding of the embeddings differs, cut both to the "
+            "tokenizer's size. If the tokenizers differ, these divergences do not apply."
         )
     _check_same_tokens("teacher_logits", teacher_logits.shape[:-1], student_logits.shape[:-1])
     student_logps = _logps(student_logits, temperature, vocabulary)

@@ -247,7 +247,7 @@ class Generator:
         """Workers that took the place of others have engines, and all engines the policy's weights."""
         if self.way in ("shared", "copied"):
             raise EngineLostError(
-                "a worker died that trains and generates; another took its place, but what it had learned is gone. "
+                "a worker died that trains and generates. Another one replaced it, but its learned state is lost. "
                 "Go on from a checkpoint (resume_from_checkpoint: auto), or give role rollout a group of its own, "
                 "whose restarts replace workers in a running run."
             ) from lost

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError, DeviceGroups
-from trainers.backends.megatron.architectures import SEEING, SPEAKING, VALUED_AS_TEXT
+from trainers.backends.megatron.architectures import SEEING, SPEAKING
 from trainers.backends.own_code import own_code_mistake
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
@@ -98,8 +98,8 @@ def check_new_tokens(config: TrainConfig) -> None:
     whole = ("modules_to_save", "trainable_token_indices")
     if lora and not any(lora.get(name) for name in whole) and "embed_tokens" not in config.lora_target_modules:
         logger.warning(
-            "new_special_tokens: the adapter leaves embeddings and head as they are, so that the new tokens keep what "
-            "is drawn for them. lora_kwargs: {modules_to_save: [embed_tokens, lm_head]} trains both"
+            "new_special_tokens: the adapter does not train embeddings and head, so the new tokens keep their "
+            "first rows. lora_kwargs: {modules_to_save: [embed_tokens, lm_head]} trains both"
         )
 
 
@@ -219,10 +219,11 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp", *, scores
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if backend == "fsdp" and seeing_part(configuration) is not configuration and not scores:
+    if backend == "fsdp" and seeing_part(configuration) is not configuration:
+        remedy = "Take another model." if scores else "Write backend: megatron, which trains it in SFT, DPO and KTO."
         raise ConfigError(
             f"model: {model!r} ({configuration.model_type}) also hears and speaks, and backend: fsdp has no class that "
-            "trains the part that sees and reads. Write backend: megatron, which trains it in SFT, DPO and KTO."
+            f"trains the part that sees and reads. {remedy}"
         )
     if backend == "fsdp" and is_vision(configuration):
         return
@@ -239,7 +240,7 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp", *, scores
     if towers and kind is not None and getattr(kind, "config_class", None) is not type(configuration):
         raise ConfigError(
             f"model: {model!r} has a {towers[0].removesuffix('_config')} tower, and is trained here by "
-            f"{kind.__name__}, which is for text alone: the model that is saved would lack its tower. Vision models "
+            f"{kind.__name__}, which is only for text. The saved model would lack its tower. Vision models "
             "are trained with backend: fsdp; models that hear are not supported yet."
         )
 
@@ -252,10 +253,10 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
     if not sees:
         return
     if config.backend == "megatron":  # whose adapters are on the language model
-        if gives_values(config) and found.model_type not in VALUED_AS_TEXT:
+        if found.model_type in SPEAKING and gives_values(config):
             raise ConfigError(
-                f"{config.model!r} sees pictures, and backend: megatron has no linear head (reward models, "
-                "classifiers, critics) of such a model. Write backend: fsdp."
+                f"model: {config.model!r} ({found.model_type}) also hears and speaks, and has no linear head (reward "
+                "models, classifiers, critics). Take another vision model."
             )
         if found.model_type in SPEAKING and hasattr(config, "rollout_engine"):
             raise ConfigError(
@@ -276,7 +277,7 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
             )
         if config.freeze_llm and config.has_adapter:
             raise ConfigError(
-                "freeze_llm is true, but an adapter of backend: megatron is on the language model alone. Remove one."
+                "freeze_llm is true, but an adapter of backend: megatron is only on the language model. Remove one."
             )
         if config.freeze_llm and config.pipeline_model_parallel_size > 1:
             raise ConfigError(

@@ -118,7 +118,7 @@ def form_of(tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> str:
             "parser of vLLM, or to a function of yours (register_tool_call_parser in a file of external_plugins)."
         )
     if "tools" not in template:
-        logger.warning("the chat template does not show tools to the model: tell it of them in the prompts")
+        logger.warning("the chat template does not show tools to the model: describe them in the prompts")
     return "hermes"
 
 

@@ -589,7 +589,7 @@ def _check_same_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], 
     if changed:
         raise ConfigError(
             f"resume_from_checkpoint: {checkpoint} brings an optimizer, a schedule and a model of its own, and other "
-            f"keys were given ({'; '.join(changed)}). Change that back, or start anew from the exported model."
+            f"keys were given ({'; '.join(changed)}). Change that back, or start a new run from the exported model."
         )
 
 
@@ -599,7 +599,7 @@ def _check_same_order(saved: Mapping[str, Any], order: Mapping[str, Any], checkp
     ]
     if changed:
         raise ConfigError(
-            f"resume_from_checkpoint: {checkpoint} belongs to a run that went through the data otherwise "
+            f"resume_from_checkpoint: {checkpoint} belongs to a run that read the data in another order "
             f"({'; '.join(changed)}), so that rows would be repeated or left out. Change that back (global_batch_size "
-            "sets the sequences of a step for any number of workers), or start anew from the checkpoint as model."
+            "sets the sequences of a step for any number of workers), or start a new run from the checkpoint as model."
         )

@@ -210,7 +210,7 @@ class Exchange:
     def _sizes(self, lane: Lane, length: int, timeout_s: float) -> tuple[list[int], float]:
         """How long the values of all processes are, and the seconds that are left.
 
-        A process that waits at a breakpoint takes part meanwhile: all begin anew then, and that time does not count.
+        A process that waits at a breakpoint takes part meanwhile: all start over then, and that time does not count.
         """
         import torch
 

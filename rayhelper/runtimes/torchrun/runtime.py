@@ -324,7 +324,7 @@ class TorchrunRuntime:
             )
         if self.alone:
             raise RoleError(
-                f"{what} cannot be made by {self.alone}, which process 0 alone runs under torchrun: the others would "
+                f"{what} cannot be made by {self.alone}, which only process 0 runs under torchrun: the others would "
                 "not make it. Make it in the driver's code that calls the method."
             )
         if self.ended is not None:

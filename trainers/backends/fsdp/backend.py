@@ -287,8 +287,8 @@ class FsdpBackend(Scoring):
         self.offloaded.check_here(WEIGHTS, MEMORY)
         if not self.can_step:
             raise RuntimeError(
-                "a step failed before in a way that cannot be forgotten (DistributedDataParallel was adding up "
-                "gradients, or FSDP of a torch below 2.13): resume in new processes"
+                "an earlier step failed while DistributedDataParallel, or FSDP of torch before 2.13, was adding "
+                "up gradients. Resume in new processes"
             )
         growing = growing_segments(self.device) if self.shares_device else contextlib.nullcontext()
         settings: dict[str, Any] = {"temperature": temperature}

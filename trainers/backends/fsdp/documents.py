@@ -1,6 +1,6 @@
 """How a model is called so that the documents of a row see only themselves, and whether any way of calling does it.
 
-    positions   position ids that begin anew with every document: transformers makes the mask of them
+    positions   position ids that start over with every document: transformers makes the mask of them
     lengths     beside that where documents begin, for kernels of recurrent and convolution layers
                 (flash-linear-attention, causal-conv1d); all rows become one
     masks       beside that the mask of each kind of layer, for models that do not make it of the positions (gpt-oss)

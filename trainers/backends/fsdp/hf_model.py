@@ -276,7 +276,7 @@ def _converted(
     missing = set(report.pop("missing_keys")) if part else set()
     wrong = {kind: sorted(names)[:3] for kind, names in report.items() if kind.endswith("_keys") and names}
     if wrong:
-        raise ValueError(f"the weights do not fit {type(module).__name__}: {wrong}. Are they those of another model?")
+        raise ValueError(f"the weights do not fit {type(module).__name__}: {wrong}. Are they of another model?")
     converted: dict[str, torch.Tensor] = loaded.state_dict()
     absent = {_place(weight) for name, weight in converted.items() if name in missing}
     return [(name, weight) for name, weight in converted.items() if _place(weight) not in absent]

@@ -17,7 +17,6 @@ SEEING = {  # models that also see, and what their language model is; "": it say
     "internvl": "",
 }
 SPEAKING = ("qwen2_5_omni", "qwen3_omni_moe")  # of these: what sees and reads is a part of them, the thinker
-VALUED_AS_TEXT = ("qwen3_5", "qwen3_5_moe")  # of these, what may have a linear head, for rows without pictures
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # some layers go by the gated delta rule
 MODEL_TYPES = (
     *("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),

@@ -25,6 +25,8 @@ from trainers.backends.megatron.layers import ENGINE_FIELDS, LOCAL, TRANSFORMER_
 from trainers.backends.megatron.settings import MegatronSettings
 from trainers.data.images.processor import seeing_part
 
+OF_HEADS = ("pad_token_id", "problem_type")  # of a linear head: of what it is read off, and what its labels are
+
 
 def model_fields(
     hf: Any, settings: MegatronSettings, *, dtype: torch.dtype, on_gpu: bool, has_adapter: bool
@@ -90,7 +92,10 @@ def read_config(model: Any, fields: Mapping[str, Any], *, trust_remote_code: boo
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **fields)
     text = config.get_text_config()
     if text is not config:
-        if fields:
+        for name in OF_HEADS:
+            if name in fields:
+                setattr(config, name, fields[name])
+        if fields := {name: value for name, value in fields.items() if name not in OF_HEADS}:
             raise ConfigError(
                 f"model_init_kwargs {sorted(fields)}: {config.model_type} also sees, and the backend megatron changes "
                 "nothing of its configuration. Change config.json, or remove them."

@@ -451,8 +451,12 @@ class MegatronWeights:
         elif self.head == "lm":
             config.architectures = [known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
         else:
-            config.architectures = [known.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
+            seeing = known.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type, "")
+            made = seeing.replace("ForConditionalGeneration", "ForSequenceClassification")  # as fsdp calls its own
+            names = known.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+            config.architectures = [names.get(config.model_type, made)]
             config.num_labels = self.num_labels
+            config.get_text_config().pad_token_id = config.pad_token_id  # as it was asked for (read_config)
         config.dtype = dtype
         config.save_pretrained(folder)
         if self.head == "lm" and self.generation is not None:

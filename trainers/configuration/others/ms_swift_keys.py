@@ -100,7 +100,7 @@ def room_for_prompts(given: GivenKeys) -> None:
         given.values["max_prompt_length"] = room
         logger.info(
             "max_length is %d here: a prompt and its completion of %d tokens have vllm_max_model_len %d together; "
-            "longer prompts lose their beginning",
+            "the beginning of longer prompts is cut",
             *(room, sizes[1], sizes[0]),
         )
 

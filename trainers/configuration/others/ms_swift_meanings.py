@@ -118,7 +118,7 @@ def _pairs(given: GivenKeys) -> None:
     if given.get("ld_alpha") is not None:
         given.refuse(
             "ld_alpha",
-            "ld_alpha of ms-swift weighs the policy alone; here it weighs the reference too. Remove it, or write "
+            "ld_alpha of ms-swift weighs only the policy; here it weighs the reference too. Remove it, or write "
             "defaults: trl",
         )
 

@@ -330,7 +330,7 @@ def _saving(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
             given.values.pop("metric_for_best_model", None)
             given.put("metric_for_best_model", "loss", "load_best_model_at_end")  # as in transformers
     if given.foreign("finetune") and given.take("finetune") is True and given.get("resume_from_checkpoint"):
-        given.refuse("finetune", "finetune begins anew, and resume_from_checkpoint goes on; remove one of them")
+        given.refuse("finetune", "finetune starts over, and resume_from_checkpoint continues; remove one of them")
 
 
 def _strategy(given: GivenKeys, defaults: Mapping[str, Any], name: str, steps: str) -> None:

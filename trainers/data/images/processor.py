@@ -88,7 +88,10 @@ def load_processor(
         given: list[Any] = [parts[name]() for name in kind.get_attributes()]  # type: ignore[no-untyped-call]
     except OSError as error:
         raise ValueError(f"the model {model!r} has no files of an image processor: {error}") from None
-    processor = _still(kind).from_args_and_dict(given, fields)
+    try:
+        processor = _still(kind).from_args_and_dict(given, fields)
+    except AttributeError as error:  # MiniCPM-V's asks its part for videos, and puts pictures of rows into one tensor
+        raise ValueError(f"{kind.__name__} of {model!r} cannot be without a part for videos: {error}") from None
     takes = getattr(type(processor.image_processor), "valid_kwargs", None)
     if takes is not None and (odd := sorted(set(processing or {}) - set(takes.__annotations__))):
         known = ", ".join(sorted(takes.__annotations__))

@@ -79,7 +79,7 @@ def put_adapter(engine: Any, rank: int, named_weights: Iterable[tuple[str, torch
     if of_experts := [name for name in weights if ".experts." in name]:
         raise ConfigError(
             f"vllm_enable_lora: the adapter changes experts ({of_experts[0]}), and engines are given those of other "
-            "layers alone. Set vllm_enable_lora: false, which merges the adapter into the weights that engines get, or "
+            "layers alone. Set vllm_enable_lora: false, which merges the adapter into the engine's weights. Or "
             "name layers of the attention in lora_target_modules."
         )
     from safetensors.torch import save_file

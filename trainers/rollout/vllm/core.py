@@ -24,6 +24,7 @@ class Core:
         self.engine, self.on_cpu = engine, on_cpu
         self.tasks = engine.get_supported_tasks()
         self.adapter: Any = None  # what requests say of it
+        self.sees = False  # whether prompts may have pictures
         self.cache_salt = 0  # requests share what is cached with those of the same one
         self._decoded = decoded
         self._scale = 1.0
@@ -89,7 +90,7 @@ class Core:
             salt_again(self.scheduler, str(self.cache_salt))
         else:
             self.engine.reset_prefix_cache()
-            if self.engine.model_config.is_multimodal_model:
+            if self.sees:
                 self.engine.reset_encoder_cache()
 
     def batches(self) -> Any:

@@ -133,6 +133,7 @@ class VllmEngine:
         self.core = Core(self.engine, decoded, on_cpu=on_cpu)
         told: dict[str, Any] = {"trust_remote_code": trust_remote_code, "processing": processing}
         self.features = Features(self.engine, model, tokenizer, **told) if has_vision else None
+        self.core.sees = has_vision
         self.engine.apply_model(check_experts)
         self.processes = ModelProcesses(self.engine.model_executor, device) if has_processes else None
         most = self.engine.model_config.max_logprobs
@@ -272,7 +273,7 @@ class VllmEngine:
         """
         if k > self.max_logprobs:
             raise ConfigError(
-                f"{k} likeliest tokens were asked for, but the engine's max_logprobs is {self.max_logprobs}"
+                f"the top {k} tokens were asked for, but the engine's max_logprobs is {self.max_logprobs}"
             )
         return self._scored(sequences, k, temperature)
 

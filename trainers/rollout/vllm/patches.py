@@ -388,8 +388,8 @@ def salt_again(scheduler: Any, salt: str) -> None:
             if not scheduler.kv_cache_manager.enable_caching:
                 return
             raise RuntimeError(
-                f"this version of vLLM has no {missing[0]} of requests, so that those that wait could begin with what "
-                "older weights computed. Set vllm_enable_prefix_caching: false."
+                f"this version of vLLM has no {missing[0]} of requests, so waiting requests could begin with "
+                "values of older weights. Set vllm_enable_prefix_caching: false."
             )
         if not request.num_computed_tokens:
             request.cache_salt = salt

@@ -110,16 +110,16 @@ def _is_plain(hint: Any) -> bool:
 def check_device(on_cpu: bool, *, sleep_level: int, dtype: str = "float32", lora_rank: int = 0) -> None:
     """Raises ConfigError for what vLLM cannot do on the device."""
     if on_cpu and sleep_level:
-        raise ConfigError(f"sleep_level={sleep_level}: vLLM frees memory of GPUs alone. Set it to 0.")
+        raise ConfigError(f"sleep_level={sleep_level}: vLLM frees only memory of GPUs. Set it to 0.")
     if lora_rank and not on_cpu and dtype == "float32":
-        raise ConfigError("vLLM runs adapters on GPUs in bfloat16 alone: set dtype: bfloat16.")
+        raise ConfigError("vLLM runs adapters on GPUs only in bfloat16: set dtype: bfloat16.")
 
 
 # What vLLM (0.32) lacks on a CPU for models of a type, which would end a run in its first step
 NOT_ON_CPU = {
-    "qwen3_next": "its gated delta layers take bfloat16 alone there, and the engine's weights are float32",
-    "minimax_m2": "its experts are chosen by a softmax alone there, and the model's are by a sigmoid",
-    "qwen3_5_moe_text": "its gated delta layers take bfloat16 alone there, and its experts float32",
+    "qwen3_next": "its gated delta layers take only bfloat16 there, and the engine's weights are float32",
+    "minimax_m2": "its experts are chosen only by a softmax there, and the model's are by a sigmoid",
+    "qwen3_5_moe_text": "its gated delta layers take only bfloat16 there, and its experts only float32",
 }
 DELTA_ON_CPU = ("qwen3_5_text",)  # gated delta layers, which vLLM runs on a CPU in bfloat16 alone
 DELTA_WIDTH = 128  # of their heads

@@ -147,6 +147,8 @@ class Passes:
             for part, one in zip(parts, found, strict=True):
                 part.zero_() if one is None else part.copy_(one)
 
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what the first pass took and graphs, whose memory is their own, cannot have
         try:
             graph = self.capture(forward, pool=self.pool, stream=self.stream)
             known.gradient = torch.zeros_like(known.hidden)
@@ -160,8 +162,6 @@ class Passes:
             logger.warning("cuda_graphs: passes that learn run without them: they cannot be captured (%s)", reason)
             return False
         known.forward, self.pool = graph, graph.pool()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the first pass kept as much as the graphs do, and there is none like it to come
         return True
 
 

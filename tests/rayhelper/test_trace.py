@@ -320,6 +320,7 @@ def test_rank_0_writes_what_all_processes_recorded_and_dropped(tmp_path: Path) -
         def gather(self, value: Any, *_: Any) -> list[tuple[Any, bool]]:
             return [(value, False), (([RUN[5]], 4), False), ("a call", False)]
 
+    groups = DeviceGroups.parse({"crew": {"device": "CPU", "ranks": 3, "workers": ["train"]}})
     recording = Recording(str(tmp_path / "t.json"), "torchrun", groups)
     recording.tracer = Tracer(limit=1)
     recording.tracer.record(*RUN[4])

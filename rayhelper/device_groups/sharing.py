@@ -69,8 +69,8 @@ def shared_ranks(group: DeviceGroup, host: DeviceGroup) -> tuple[int, ...]:
         )
     if host.gpus_per_worker > 1:
         raise ConfigError(
-            f"{pair}, whose workers have {host.gpus_per_worker} {host.device} each (gpus_per_worker), and Ray "
-            "only gives parts of one device. Leave gpus_per_worker out."
+            f"{pair}, whose workers have {host.gpus_per_worker} {host.device} each (gpus_per_worker), but Ray can "
+            "divide only one device per worker. Leave gpus_per_worker out."
         )
     if group.ranks not in (None, host.ranks):
         raise ConfigError(

@@ -179,9 +179,9 @@ def check_engine(config: CompletionConfig) -> None:
             check_adapter_apart(config)
         elif config.vllm_engine_kwargs.get("quantization") is not None:
             raise ConfigError(
-                f"vllm_engine_kwargs: {{quantization: {config.vllm_engine_kwargs['quantization']}}}: an engine that "
-                "quantizes its weights as it loads them takes new ones wrongly, and would complete with others than "
-                "the policy's. Remove it; or train an adapter and set vllm_enable_lora: true, by which the engine "
+                f"vllm_engine_kwargs: {{quantization: {config.vllm_engine_kwargs['quantization']}}}: an engine "
+                "that quantizes weights while it loads them cannot take new weights of the policy. Remove it; or "
+                "train an adapter and set vllm_enable_lora: true, by which the engine "
                 "keeps its weights."
             )
         check_said_once(config)

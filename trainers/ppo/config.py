@@ -149,7 +149,7 @@ def check_ppo(config: PPOConfig) -> None:
     default_lam = next(one.default for one in fields(PPOConfig) if one.name == "lam")
     if alpha is not None and config.lam_critic is not None and config.lam != default_lam:
         raise ConfigError(
-            f"lam is {config.lam}, which nothing looks at: length_adaptive_alpha gives the policy's lambda, and "
+            f"lam is {config.lam}, which has no effect: length_adaptive_alpha gives the policy's lambda, and "
             "lam_critic the critic's. Remove one of them."
         )
     at_least(config, 0, "kl_coef", "missing_eos_penalty", "vf_coef", "value_learning_rate", "eval_temperature")

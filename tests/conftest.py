@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import signal
 import sys
@@ -20,10 +21,12 @@ from tests.leaks import Snapshot, left_behind, own_temporary_folder
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("suite")
 
+LONGEST = ("ray_trainers", "megatron", "ray", "parts on ray", "parts under torchrun", "vllm")  # groups
 MOST_SESSIONS = 5  # whose workers stay for the next tests; tests of parts have four layouts
 RaySession = Callable[[dict[str, Any]], contextlib.AbstractContextManager[None]]
 
 _temporary = contextlib.ExitStack()
+_between_groups: list[Callable[[], None]] = []  # called once the tests of a group have run
 _of_the_cluster: list[Snapshot] = []  # what it brought along, and may keep until the end
 
 
@@ -33,6 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup's are to a hangup
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _temporary.enter_context(own_temporary_folder())
+    if config.getoption("tx", None) and not hasattr(
+        config, "workerinput"
+    ):  # processes of tests are forks of one server
+        config.option.tx = [f"{one}//python={warm.share()}" for one in config.option.tx]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -40,12 +47,63 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     _temporary.close()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Processes import the tests each from another one on: each rewrites the assertions of a part, for all others."""
+    of_many = getattr(session.config, "workerinput", {"workercount": 1})
+    count = of_many["workercount"]
+    if count == 1:
+        return
+    root = session.config.rootpath
+    names = [
+        ".".join(file.relative_to(root).with_suffix("").parts)
+        for argument in session.config.args
+        for file in sorted((root / argument).rglob("test_*.py"))
+    ]
+    first = int(of_many["workerid"].removeprefix("gw")) * len(names) // count
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", False)
+        for name in names[first:] + names[:first]:
+            folder = name.rpartition(".")[0]
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # which the collection reports
+                if (root / folder.replace(".", "/") / "conftest.py").exists():
+                    importlib.import_module(f"{folder}.conftest")
+                importlib.import_module(name)
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What uses a cluster runs in two processes, with one cluster each: tests of trainers, and all others."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What uses a cluster runs in few processes, which have one each; other files run in one process each.
+
+    The longest begin first: no process is left with one of them at the end.
+    """
     for item in items:
-        if "ray_cluster" in getattr(item, "fixturenames", ()) and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group("ray" if "/rayhelper/" in item.nodeid else "ray_trainers"))
+        if item.get_closest_marker("xdist_group") is None:
+            uses_ray = "ray_cluster" in getattr(item, "fixturenames", ())
+            of_ray = "ray" if "/rayhelper/" in item.nodeid else "ray_trainers"
+            item.add_marker(pytest.mark.xdist_group(of_ray if uses_ray else file_of(item)))
+    if config.getoption("tx", None) or hasattr(config, "workerinput"):
+        items.sort(key=lambda item: (*LONGEST, group_of(item)).index(group_of(item)))
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures of the item
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Workers of Ray idle no longer than tests use them: each costs 1 % of a core."""
+    if nextitem is not None and group_of(nextitem) != group_of(item):
+        for end in _between_groups:
+            end()
+
+
+def group_of(item: pytest.Item) -> str:
+    """The tests that share a process with it."""
+    mark = item.get_closest_marker("xdist_group")
+    assert mark is not None
+    return str(mark.args[0])
+
+
+def file_of(item: pytest.Item) -> str:
+    """Such as e2e/test_sft."""
+    return "/".join(item.path.with_suffix("").parts[-2:])
 
 
 @pytest.fixture(scope="session")
@@ -90,6 +148,10 @@ def ray_session(ray_cluster: None) -> Iterator[RaySession]:
             state.active = started.pop(name)
             RayHelper.teardown()
 
+    def end_all() -> None:
+        for name in list(started):
+            end(name)
+
     @contextlib.contextmanager
     def session(groups: dict[str, Any]) -> Iterator[None]:
         name = json.dumps(groups)
@@ -109,9 +171,10 @@ def ray_session(ray_cluster: None) -> Iterator[RaySession]:
             finally:
                 in_use[name] -= 1
 
+    _between_groups.append(end_all)
     yield session
-    for name in list(started):
-        end(name)
+    _between_groups.remove(end_all)
+    end_all()
 
 
 @contextlib.contextmanager

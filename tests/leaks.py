@@ -32,7 +32,10 @@ Names = dict[Any, str]  # what identifies a thing, and what a message calls it
 GRACE_S = 20.0  # for what was told to end and is ending
 SHARED_MEMORY = Path("/dev/shm")
 # one of each a process, started at first use and gone with it
-HELPERS = ("multiprocessing.resource_tracker", "multiprocess.resource_tracker", "multiprocessing.forkserver")
+HELPERS = (
+    *("multiprocessing.resource_tracker", "multiprocess.resource_tracker", "multiprocessing.forkserver"),
+    warm.RANKS,
+)
 TOOLS_FOLDERS = ("ray", "warm-", "pymp-", "torchinductor_")
 # set by pytest, by Ray at its first remote call, by torch's compiler, and by what vLLM imports
 NOT_OURS = (

@@ -24,18 +24,19 @@ from benchmarks.gpu.profiled import kernels, show
 from benchmarks.gpu.shapes import SHAPES, save_shape
 from benchmarks.origin import origin
 
+EAGER = {"cuda_graphs": False}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "eager": {},
-    "compiled": {"torch_compile": True},
+    "captured": {},
+    "captured_compiled": {"torch_compile": True},
+    "eager": EAGER,
+    "compiled": EAGER | {"torch_compile": True},
     "compiled_resting": {"torch_compile": True, "optimizer_offload": True},
     "checkpointing": {"gradient_checkpointing": True},
     "compiled_checkpointing": {"torch_compile": True, "gradient_checkpointing": True},
-    "kept": {"reshard_after_forward": False},
-    "compiled_kept": {"torch_compile": True, "reshard_after_forward": False},
     "autocast": {"sharding": "no_shard"},
     "compiled_autocast": {"torch_compile": True, "sharding": "no_shard"},
-    "joined": {"padding_free": True},
-    "compiled_joined": {"torch_compile": True, "padding_free": True},
+    "joined": EAGER | {"padding_free": True},
+    "compiled_joined": EAGER | {"torch_compile": True, "padding_free": True},
     "checkpointing_joined": {"gradient_checkpointing": True, "padding_free": True},
     "compiled_checkpointing_joined": {"torch_compile": True, "gradient_checkpointing": True, "padding_free": True},
 }
@@ -43,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def measure(
     model: str, options: argparse.Namespace, settings: dict[str, Any], micro: int, tokens: int | None
-) -> dict[str, float]:
+) -> dict[str, Any]:
     import numpy as np
     import torch
 
@@ -77,11 +78,14 @@ def measure(
             logps, None, advantages, mask_BT, loss_type="dapo", normaliser=num_targets
         )[0]  # fmt: skip
 
+    norms: list[float] = []  # of gradients: the same whatever the variant, but for rounding
+
     def update() -> float:
         torch.cuda.synchronize()
         since = time.perf_counter()
-        backend.step(samples, loss, micro_batch_size=micro)
+        metrics = backend.step(samples, loss, micro_batch_size=micro)
         torch.cuda.synchronize()
+        norms.append(round(float(metrics.values()["grad_norm"]), 5))
         return time.perf_counter() - since
 
     first = update()  # with what it compiles
@@ -91,6 +95,7 @@ def measure(
     num_tokens = int(lengths.sum())
     num_parameters = sum(weight.numel() for weight in backend.module.parameters())
     found = {
+        "norms": norms[:3],
         "seconds": seconds,
         "first": first,
         "second": second,
@@ -112,6 +117,12 @@ def measure(
         found["gpu_busy_share"] = seen["busy_seconds"] / seen["seconds"]
         show(seen)
     return found
+
+
+def in_words(row: dict[str, Any]) -> str:
+    return " ".join(
+        f"{key} {value:<10.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
+    )
 
 
 def main() -> None:
@@ -145,7 +156,7 @@ def main() -> None:
                 rows[name] = measure(folder, options, settings, micro, tokens)
             except torch.OutOfMemoryError:
                 rows[name] = {}
-            print(f"{name:<28}" + "".join(f"{key} {value:<12.4g}" for key, value in rows[name].items()), flush=True)
+            print(f"{name:<28}" + in_words(rows[name]), flush=True)
             if target:
                 Path(target).write_text(json.dumps({**origin(), "options": vars(options), "rows": rows}, indent=1))
             torch._dynamo.reset()

@@ -269,7 +269,7 @@ def _work(place: Place, sizes: ParallelSizes) -> Work:
 
 
 def _kept_share(place: Place) -> float:
-    if not place.settings.get("torch_compile"):
+    if place.settings.get("torch_compile") is not True:
         return 1.0
     share = _number(place, "activation_memory_budget", lambda value: 0 <= value <= 1, "lie in [0, 1]")
     return 1.0 if share is None else share

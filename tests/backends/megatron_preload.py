@@ -5,8 +5,12 @@ written. Compiled in every rank, that was more than half of what the tests of th
 """
 
 import importlib
+import sys
 
-from tests import megatron_on_cpu
+if "megatron.core" in sys.modules:
+    raise RuntimeError("megatron is imported before this module: its functions would be compiled in each fork")
+
+from tests import megatron_on_cpu  # noqa: E402
 
 for name in (
     "dist_checkpointing",

@@ -1,17 +1,20 @@
 """Several ranks of one process group, for as long as one function runs.
 
-Ranks are forked from a server that has imported everything and computed nothing: they start in milliseconds, however
-many threads this process has, and this process never joins a process group itself.
+Ranks are forked from a server that has imported everything and computed nothing (``tests.warm.ranks``): they start in
+milliseconds, however many threads this process has, and this process never joins a process group itself.
 """
 
 from __future__ import annotations
 
 import datetime
 import multiprocessing
+import multiprocessing.forkserver
+import os
 import pickle
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -19,36 +22,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import warm
+
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(
-    [
-        "torch.nn.parallel",
-        "torch._dynamo",
-        "pytest",
-        "datasets",
-        "trl",
-        "huggingface_hub.hf_file_system",
-        "peft",
-        "transformers.models.auto.modeling_auto",
-        "transformers.models.qwen3.modeling_qwen3",
-        "transformers.optimization",
-        "transformers.trainer_pt_utils",
-        "safetensors.torch",
-        "tests.backends.megatron_preload",
-        *(f"trainers.{name}.trainer" for name in ("sft", "dpo", "kto", "cpo", "reward", "grpo", "gkd", "ppo")),
-        "trainers.backends.fsdp.backend",
-        *(f"trainers.rollout.hf.{name}" for name in ("engine", "cache", "decoder", "graphs", "slots")),
-        "torch.utils.serialization.config",
-        "trainers.backends.megatron.backend",
-        "rayhelper.runtimes.torchrun.runtime",
-        "ray.cloudpickle",
-        *("torch.profiler._cupti_monitor", "torch._dynamo.backends.inductor", "torch._dynamo.backends.distributed"),
-        *("torch.export._trace", "torch._subclasses.schema_check_mode", "torch.fx.experimental.validator"),
-        *("transformers.models.qwen3_moe.modeling_qwen3_moe", "peft.utils.transformers_weight_conversion"),
-        *("trl.data_utils", "trl.chat_template_utils", "trl.rewards", "trainers.rollout.hf.slots", "numpy.ctypeslib"),
-        "tests.backends.ranks_preload",
-    ]
-)
+
+
+def _use_the_warm_server() -> None:
+    """Ranks are forked from the server of ``tests.warm``, which all processes of a run of the suite share."""
+    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+
+    def ensure_running() -> None:
+        resource_tracker.ensure_running()
+        if server._forkserver_alive_fd is None:
+            server._forkserver_address = warm.ranks()
+            server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)
+
+    server.ensure_running = ensure_running
+
+
+_use_the_warm_server()
 
 
 def run_ranks(

@@ -55,7 +55,7 @@ from trainers.ppo.trainer import PPOTrainer
 from trainers.reward.trainer import RewardTrainer
 from trainers.sft.trainer import SFTTrainer
 
-pytestmark = pytest.mark.xdist_group("ray_trainers")  # all look at what a few starts of processes left behind
+pytestmark = pytest.mark.xdist_group("megatron")  # all look at what a few starts of processes left behind
 
 ROOT = Path(__file__).resolve().parents[2]
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"

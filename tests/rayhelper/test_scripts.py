@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
@@ -116,11 +118,13 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1] == "ray":
+        sys.executable = sys.argv[2]  # what starts Ray's processes and workers
         RayHelper.initialize(GROUPS)
     main()
 """
 
 PRINTING = """
+import sys
 from rayhelper import RayHelper
 
 @RayHelper.worker(group="work")
@@ -130,6 +134,7 @@ class Prints:
         for number in range(count):
             print(f"line {number}.")
 
+sys.executable = sys.argv[1]
 with RayHelper.session({"work": {"device": "CPU", "ranks": 1, "workers": ["work"]}}):
     Prints().lines(3000)
 """
@@ -173,7 +178,7 @@ def test_a_program_prints_the_same_off_and_with_ray(tmp_path: Path) -> None:
     (tmp_path / "helper_module.py").write_text("def square(x):\n    return x * x\n")
     off = run(tmp_path, "program.py", "off")
     assert off == "[2, 5, 10, 17, 26]\n[10, 20]\n[[(2, 1), (4, 1)], [(3, 1), (6, 1)]] True\nodd: 5\n"
-    assert run(tmp_path, "program.py", "ray") == off
+    assert run(tmp_path, "program.py", "ray", warm.python()) == off
 
 
 def test_the_last_lines_of_a_worker_are_shown_before_a_short_run_ends(
@@ -181,7 +186,7 @@ def test_the_last_lines_of_a_worker_are_shown_before_a_short_run_ends(
 ) -> None:
     monkeypatch.setenv("RAY_DEDUP_LOGS", "0")
     (tmp_path / "program.py").write_text(PRINTING)
-    told = run(tmp_path, "program.py")
+    told = run(tmp_path, "program.py", warm.python())
     assert [number for number in range(3000) if f"line {number}." not in told] == []
 
 

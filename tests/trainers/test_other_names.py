@@ -245,6 +245,23 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
         "backend: megatron\nmoe_router_fusion: true\nmegatron: {bucket_size: 1}",
         MEGATRON | {"megatron": {"bucket_size": 1, "moe_router_fusion": True}},
     ),
+    (
+        SFTConfig,  # Megatron's products in fp8
+        "backend: megatron\nfp8_format: e4m3\nfp8_recipe: blockwise\nfp8_param_gather: true\n"
+        "fp8_amax_history_len: 4\ndefaults: trl",
+        MEGATRON | {"megatron": {"fp8": "e4m3", "fp8_recipe": "blockwise"}},
+    ),
+    (
+        SFTConfig,  # without a format nothing is in fp8, and nothing predicts further tokens
+        "backend: megatron\nfp8_recipe: blockwise\nmtp_num_layers: null\nlinear_decoupled_in_proj: true\ndefaults: trl",
+        MEGATRON,
+    ),
+    (
+        SFTConfig,
+        "backend: megatron\ntuner_type: lora\ntarget_modules: [linear_qkv, linear_proj, mlp.gate_proj]\ndefaults: trl",
+        MEGATRON
+        | {"tuner_type": "lora", "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "mlp.gate_proj"]},
+    ),
     (SFTConfig, "backend: megatron\nmegatron: null", MEGATRON | {"megatron": {}}),
     (
         SFTConfig,
@@ -392,6 +409,8 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "backend: megatron\nqk_clip: true",
         "unknown key qk_clip; fields of megatron-core stand in megatron: {",
     ),
+    (SFTConfig, "backend: megatron\nmtp_num_layers: 1", "layers that predict further tokens are not trained"),
+    (SFTConfig, "fp8_format: hybrid", "fp8_format is not supported: it is a setting of Megatron's"),
     (SFTConfig, "backend: megatron\nqk_clop: true", "unknown key qk_clop; --help"),  # no field of megatron-core either
     (
         SFTConfig,

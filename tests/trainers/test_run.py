@@ -29,6 +29,7 @@ from trainers.parts.checks import num_train_shards
 from trainers.parts.models import resolve_dtype
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.plugins import MODELS, _Entry, resolve_model
+from trainers.run import stopping
 from trainers.run.going_on import builds_model
 from trainers.run.run import Run, saved_order
 from trainers.run.stopping import StepGivenUp, Stop, Stopped
@@ -356,7 +357,24 @@ def test_a_run_whose_step_hangs_after_sigterm_names_the_checkpoint_to_go_on_from
     assert "time.sleep(100)" in told
     assert f"stopped after step 3 of 9; saved before: {tmp_path / 'checkpoint-2'}. To go on, run the same" in told
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
-    assert "stopped in a step that did not end, and not saved" in (tmp_path / "run.json").read_text()
+    assert "stopped in a step or in saving that did not end, and not saved" in (tmp_path / "run.json").read_text()
+
+
+def test_a_run_whose_checkpoint_hangs_after_sigterm_ends_with_the_one_before(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hanging(Loop):
+        def save(self, folder: Path) -> None:
+            super().save(folder)
+            if checkpoints(tmp_path):
+                signal.raise_signal(signal.SIGTERM)
+                time.sleep(100)
+
+    monkeypatch.setattr(stopping, "SAVE_GRACE_S", 0.0)
+    with pytest.raises(StepGivenUp), opened(tmp_path, save_steps=2) as run:
+        Hanging().train(run)
+    assert f"stopped after step 4 of 9; saved before: {tmp_path / 'checkpoint-2'}" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.inf, math.nan])

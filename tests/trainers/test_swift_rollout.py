@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +18,7 @@ import yaml
 
 from rayhelper import ConfigError
 from rayhelper.device_groups import DeviceGroups
+from tests import warm
 from trainers import swift_rollout
 from trainers.cli import load_config
 from trainers.grpo.config import GRPOConfig
@@ -212,7 +212,7 @@ def test_a_server_is_a_device_group_of_role_rollout(tmp_path: Path, caplog: pyte
 
 def test_both_commands_meet(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    start = [sys.executable, "-m", "trainers"]
+    start = [warm.python(), "-m", "trainers"]
     words = ["swift", "rollout", "--model", "m", "--port", "0", "--vllm_max_model_len", "64"]
     server = subprocess.Popen([*start, *words], env=environment | TWO, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     try:

@@ -1,5 +1,5 @@
-# The body of the program that ``tests.warm`` writes, after a line that says ADDRESS: asks for a fork, waits for it.
-# What is neither a script nor a module is for a Python of its own.
+# The body of the programs that ``tests.warm`` writes, after a line that says ADDRESS and KINDS: asks for a fork, waits
+# for it. What is neither a script nor of one of the KINDS is for a Python of its own.
 import json
 import os
 import select
@@ -10,7 +10,7 @@ import sys
 arguments = sys.argv[1:]
 while arguments[:1] in (["-u"], ["-W"]):
     del arguments[0]
-if not arguments or (arguments[0].startswith("-") and arguments[0] != "-m"):
+if not arguments or (arguments[0].startswith("-") and arguments[0] not in KINDS):  # type: ignore[name-defined]  # noqa: F821
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 server = socket.socket(socket.AF_UNIX)
 server.connect(ADDRESS)  # type: ignore[name-defined]  # noqa: F821

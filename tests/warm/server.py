@@ -17,12 +17,14 @@ import socket
 import struct
 import sys
 import threading
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.frozen import freeze_heap
+from tests.warm import RANKS
 
 MODULES = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.nn.parallel", "torch._dynamo"),
@@ -30,12 +32,21 @@ MODULES = (
     *("transformers.models.qwen3.modeling_qwen3", "transformers.integrations.sdpa_attention", "tokenizers"),
     *("transformers.optimization", "transformers.trainer_pt_utils", "trl.data_utils", "trl.chat_template_utils"),
     *("trl.rewards", "torch.profiler._cupti_monitor", "torch.utils.serialization.config"),
+    "tests.backends.megatron_preload",  # before what imports megatron: nothing of it is compiled in each fork
     *("rayhelper", "rayhelper.worker.host", "rayhelper.runtimes.torchrun.runtime"),
     # what Ray imports, but not Ray, which keeps the variables that it once read
     *("pydantic.v1", "pydantic.json_schema", "pydantic.networks", "requests", "jsonschema", "msgpack", "uvloop"),
     *("google.protobuf.json_format", "google.protobuf.timestamp_pb2", "starlette.datastructures", "logging.handlers"),
     *(f"trainers.{name}.trainer" for name in ("sft", "dpo", "kto", "cpo", "reward", "grpo", "gkd", "ppo")),
     *("trainers.backends.fsdp.backend", "trainers.backends.megatron.backend", "torch.distributed.run", "pytest"),
+    # what vLLM imports, but not vLLM
+    *("aiohttp", "fastapi", "openai.types.chat", "openai.types.responses", "zmq", "email_validator"),
+    # what ranks of the backends need
+    *("torch._dynamo.backends.inductor", "torch._dynamo.backends.distributed", "torch.export._trace"),
+    *("torch._subclasses.schema_check_mode", "torch.fx.experimental.validator", "numpy.ctypeslib", "safetensors.torch"),
+    *("transformers.models.qwen3_moe.modeling_qwen3_moe", "peft.utils.transformers_weight_conversion"),
+    "huggingface_hub.hf_file_system",
+    *(f"trainers.rollout.hf.{name}" for name in ("engine", "cache", "decoder", "graphs", "slots")),
 )
 SET_BY_IMPORTS: dict[str, str] = {}  # variables
 
@@ -146,14 +157,26 @@ def become(asked: Asked, program: str) -> None:
     random.seed()
     np.random.seed()
     use_threads()
+    forget_the_cpu_of_megatron()
+    if asked.arguments[0] == "-c":
+        sys.argv = ["-c"]
+        sys.path[:1] = ["", *filter(None, asked.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        return
     script = Path(asked.arguments[0])
-    if "ray" in script.parts and script.name != "default_worker.py":
+    if script.name != "default_worker.py" and RANKS not in asked.arguments:
         sys.executable = program  # what starts workers starts them as it was started itself
     if script.name == "setup_worker.py":
         os.execvp = stays_if_ray(os.execvp, program)  # type: ignore[assignment]
     sys.argv = asked.arguments
     folder = asked.folder if asked.arguments[0] == "-m" else str(script.parent)
     sys.path[:1] = [folder, *filter(None, asked.environ.get("PYTHONPATH", "").split(os.pathsep))]
+
+
+def forget_the_cpu_of_megatron() -> None:
+    """Who imports ``tests.megatron_on_cpu`` installs it, as in a process that has not imported megatron."""
+    import tests
+
+    del sys.modules["tests.megatron_on_cpu"], tests.megatron_on_cpu  # type: ignore[attr-defined]
 
 
 def of_program(client: int, getppid: Callable[[], int]) -> Callable[[], int]:
@@ -197,8 +220,10 @@ def variables_of_ray() -> dict[str, str]:
 def main() -> None:
     address, program = sys.argv[1:]
     before = dict(os.environ)
+    never, sys.dont_write_bytecode = sys.dont_write_bytecode, False  # for those that start cold
     for name in MODULES:
         importlib.import_module(name)
+    sys.dont_write_bytecode = never
     # compiles 650 patterns, of all models: half a second of the first model that a process reads
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen3")
     SET_BY_IMPORTS.update(set(os.environ.items()) - set(before.items()))
@@ -220,7 +245,10 @@ def main() -> None:
 def run(asked: Asked) -> int:
     """Runs it as ``__main__``: the exit code, or a signal's number below zero. Errors are told as always."""
     try:
-        if asked.arguments[0] == "-m":
+        if asked.arguments[0] == "-c":
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(asked.arguments[1], vars(sys.modules["__main__"]))
+        elif asked.arguments[0] == "-m":
             sys.argv = asked.arguments[1:]
             runpy.run_module(asked.arguments[1], run_name="__main__", alter_sys=True)
         else:

@@ -10,6 +10,7 @@ from trainers.backends.megatron.settings import EVERY_LAYER, OPTIMIZERS, Megatro
 
 OF_FSDP = (
     *("fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_offload_params", "torch_compile"),
+    "cuda_graphs",
     *("activation_memory_budget", "teacher_model_init_kwargs", "load_in_4bit", "load_in_8bit"),
 )
 

@@ -52,7 +52,8 @@ class SavingConfig:
     code 0. null: no limit."""
     stop_grace_s: float | None = None
     """Seconds that a step has to end after SIGTERM. Then the run reports where it hangs and ends without a checkpoint.
-    null: 20, or twice the longest step so far if that is longer."""
+    null: 20, or twice the longest step so far if that is longer. Saving has at least 60, and twice the longest
+    checkpoint so far."""
     save_on_interrupt: bool = False
     """The first Ctrl-C finishes the step, saves a checkpoint and ends the run. The second one interrupts."""
 

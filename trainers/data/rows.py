@@ -104,10 +104,10 @@ def check_seen(rows: Dataset, media: Sequence[str] = MEDIA) -> None:
         if count := pc.sum(pc.greater(sizes.cast("int64"), 0)).as_py():
             raise ValueError(
                 f"{count} of {len(rows)} rows have {name}, which are not seen here: they would be learned as the text "
-                f"around them. Vision models see images in SFT, DPO, CPO, SimPO, ORPO, KTO, reward models, embedding "
-                f"models, rerankers, GRPO, PPO, GKD and sampling, with engines hf (rollout_engine: hf), where all "
-                f"models of the run see them. Schedulers, environments of GKD, and reward models and PPO of backend: "
-                f"megatron do not show them. "
+                f"around them. Vision models see images in SFT, DPO, CPO, SimPO, ORPO, KTO, reward models, "
+                f"classifiers, embedding models, rerankers, GRPO, PPO, GKD and sampling, with engines hf "
+                f"(rollout_engine: hf), where all models of the run see them. Schedulers and environments of "
+                f"GKD do not show them. "
                 f"Take them out, or the column {name!r} if nothing is to be seen in it."
             )
 

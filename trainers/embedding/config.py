@@ -84,9 +84,7 @@ class EmbeddingConfig(TrainConfig):
         if self.infonce_temperature <= 0:
             raise ConfigError(f"infonce_temperature must be above 0, got {self.infonce_temperature}")
         if self.backend != "fsdp":
-            raise ConfigError(
-                "backend: megatron trains no embedding models yet. Train with fsdp (of ms-swift: swift sft)"
-            )
+            raise ConfigError("backend: megatron trains no embedding models yet. Write backend: fsdp")
         if self.loss_type != "infonce":
             unread(self, f"loss_type is {self.loss_type}", *OF_INFONCE)
         if not self.loss_type.endswith("contrastive"):

@@ -355,7 +355,7 @@ def teacher_sees(config: GKDConfig, student: str, teacher: str | None) -> bool:
     Raises:
         ConfigError: it makes other pixels or tokens of them than the student.
     """
-    if config.teacher_engine == "vllm" or (config.teacher_model is not None and teacher is None):
+    if config.teacher_model is not None and teacher is None:
         return False
     if teacher is None or teacher == student:
         return True

@@ -27,7 +27,7 @@ from trainers.parts.model_checks import (
     check_sequences,
     positions_of,
 )
-from trainers.parts.models import lora_settings
+from trainers.parts.models import lora_settings, resolve_dtype
 from trainers.plugins import load_plugins
 from trainers.rollout.hf.settings import check_generation_kwargs
 from trainers.run.run import resumed_state
@@ -76,7 +76,7 @@ def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> 
         from trainers.rollout.vllm.settings import check_model_on_cpu, check_sampling_kwargs, checked_engine_kwargs
 
         if is_on_cpu(groups, "rollout"):
-            check_model_on_cpu(config.model, trust_remote_code=config.trust_remote_code)
+            check_model_on_cpu(config.model, dtype=resolve_dtype(config), trust_remote_code=config.trust_remote_code)
         if config.vllm_enable_lora and Path(config.model).is_dir():
             check_adapter(
                 config.model,

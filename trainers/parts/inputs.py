@@ -22,7 +22,6 @@ from trainers.parts.model_checks import (
     check_vocabulary,
     check_whole,
     configuration_of,
-    gives_values,
 )
 from trainers.parts.tokenizer import grown_model, load_tokenizer, tokenizer_there
 from trainers.plugins import load_plugins, resolve_model
@@ -73,9 +72,7 @@ def image_reader(
         ConfigError: the model's processor cannot be loaded, or a model that is given its tokens has another one.
     """
     is_blind = getattr(config, "has_environment", False) and not sees_episodes
-    # vLLM and megatron's linear heads read texts alone; that is no mistake until a row has a picture
-    reads_texts = getattr(config, "rollout_engine", "hf") == "vllm" or gives_values(config)
-    if is_blind or (getattr(config, "backend", "fsdp") == "megatron" and reads_texts):
+    if is_blind:
         return None
     named = dict(beside or {})
     for name in (model, *named.values()):

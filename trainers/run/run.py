@@ -46,7 +46,7 @@ from trainers.run.best import Best
 from trainers.run.folder_lock import FolderLock, held
 from trainers.run.going_on import CONTINUE, builds_model, is_going_on, resume_asked
 from trainers.run.header import header, start_lines, trainer_name
-from trainers.run.stopping import EXIT_CODE, StepGivenUp, Stop, Stopped, StopSignals
+from trainers.run.stopping import ASKED_S, EXIT_CODE, StepGivenUp, Stop, Stopped, StopSignals
 from trainers.run.throughput import WORK, throughput
 from trainers.run.timing import Stopwatch, step_times
 from trainers.run.trackers import Trackers
@@ -194,7 +194,7 @@ class Run:
         """Writes down how the run ended, and the page that shows it. Process 0 calls it."""
         how = "finished" if error is None else f"ended by {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if error is not None and self.signals.watch.has_given_up:
-            how = "stopped in a step that did not end, and not saved"
+            how = "stopped in a step or in saving that did not end, and not saved"
         elif isinstance(error, Stopped):
             how = "stopped early, and saved"
         elif isinstance(error, KeyboardInterrupt):
@@ -221,10 +221,11 @@ class Run:
             return ""
         return f"saved before: {saved[-1]}. {CONTINUE}"
 
-    def _where_it_is(self) -> str:
-        """The stacks of all ranks, and the checkpoint to go on from. Any thread may call it."""
-        if self.trackers is None:  # process 0 tells
-            return ""
+    def _where_it_is(self) -> str | None:
+        """The stacks of all ranks, and the checkpoint to go on from; None: process 0 tells. Any thread may call it."""
+        if self.trackers is None:
+            time.sleep(ASKED_S)  # process 0 asks this process where it is
+            return None
         saved = self._saved_before() or "nothing is saved. save_steps: N saves a checkpoint every N steps"
         return f"{where_all_are()}\nstopped after step {self.step} of {self.num_steps}; {saved}"
 
@@ -248,7 +249,7 @@ class Run:
 
         Raises:
             Stopped: a signal or ``save_before_s`` asked the run to end early; it is saved.
-            StepGivenUp: SIGTERM came, and the step did not end in time.
+            StepGivenUp: SIGTERM came, and the step or the checkpoint did not end in time.
         """
         config = self.config
         self.resume(trainer.load)
@@ -275,7 +276,8 @@ class Run:
                 "early_stop_interval: the run ends after step %d, %s", self.step, self.best.told(self.output_dir)
             )
         if config.evaluates and self.evaluated_step != self.step:
-            self.evaluate(trainer.evaluate)
+            with self.signals.watch.step():
+                self.evaluate(trainer.evaluate)
         if config.load_best_model_at_end:
             self.load_best(trainer.load)
 
@@ -290,7 +292,8 @@ class Run:
 
     def end_early(self, stop: Stop) -> NoReturn:
         """Says how to go on from the checkpoint that has just been saved. Raises Stopped."""
-        self.wait_until_written()
+        with self.signals.watch.saving():
+            self.wait_until_written()
         if self.trackers is not None:
             self.trackers.console.write(
                 f"stopped by {stop.reason} after step {self.step} of {self.num_steps}; saved "
@@ -306,7 +309,7 @@ class Run:
             if size is not None:
                 logger.info("a step learns from %d sequences, as before, however many workers there are", size)
             try:
-                with self.stopwatch.stopped():
+                with self.stopwatch.stopped(), self.signals.watch.loading():
                     load(self.checkpoint)
             except Exception as error:
                 error.add_note(
@@ -447,9 +450,10 @@ class Run:
         folder = self.output_dir / self.best.checkpoint
         if folder == checkpoint_folder(self.output_dir, self.step):
             return
-        self.wait_until_written()
+        with self.signals.watch.saving():
+            self.wait_until_written()
         logger.info("load_best_model_at_end: the final model is that of %s", folder)
-        with self.stopwatch.stopped():
+        with self.stopwatch.stopped(), self.signals.watch.loading():
             load(folder)
 
     def write(self, folder: Path, save: SaveFunction, tokenizer: Any, state: Mapping[str, Any] | None) -> None:
@@ -457,15 +461,16 @@ class Run:
 
         Workers may go on writing while training does; the next folder waits for them.
         """
-        self.wait_until_written()
-        unfinished = self.begin(folder)
-        try:
-            save(unfinished)
-            self.complete(folder, unfinished, tokenizer, state)
-        except BaseException:
-            if self.trackers is not None:
-                discard(folder)
-            raise
+        with self.signals.watch.saving():
+            self.wait_until_written()
+            unfinished = self.begin(folder)
+            try:
+                save(unfinished)
+                self.complete(folder, unfinished, tokenizer, state)
+            except BaseException:
+                if self.trackers is not None:
+                    discard(folder)
+                raise
 
     @RayHelper.function(group="driver", execute="first")
     def begin(self, folder: Path) -> Path:
@@ -519,8 +524,9 @@ class Run:
     def finish(self, export: SaveFunction, tokenizer: Any) -> dict[str, float]:
         """Writes the trained model to ``output_dir/final`` and says what evaluation found before and after."""
         folder = self.final
-        self.write(folder, export, tokenizer, None)
-        self.wait_until_written()
+        with self.signals.watch.saving():
+            self.write(folder, export, tokenizer, None)
+            self.wait_until_written()
         if self.trackers is not None:
             for line in before_and_after(self.first_evaluation, self.last_evaluation):
                 self.trackers.console.write(line)

@@ -238,9 +238,10 @@ def _check_engine(config: SamplingConfig) -> None:
                 raise ConfigError(f"{name} is a key of its own; take it out of engine_kwargs, which are written down")
     elif config.base_url:
         raise ConfigError(f"base_url is for sampler_engine client; sampler_engine is {config.sampler_engine}")
-    if config.engine != "hf" and (config.max_pixels is not None or config.image_processor_kwargs or config.image_urls):
+    sees = config.max_pixels is not None or config.image_processor_kwargs or config.image_urls
+    if config.engine not in LOCAL and sees:
         raise ConfigError(
-            "max_pixels, image_processor_kwargs and image_urls are for sampler_engine hf; sampler_engine is "
+            "max_pixels, image_processor_kwargs and image_urls are for sampler_engine hf and vllm; sampler_engine is "
             f"{config.sampler_engine}. Other engines see no pictures. Remove them."
         )
     if config.engine == "vllm" and config.rollout_batch_size is not None:

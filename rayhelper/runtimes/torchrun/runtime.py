@@ -402,6 +402,10 @@ class TorchrunWorker(WorkerRuntime):
         self.run_key = process.run_key
         self.times_joined = 0
 
+    def where_all_are(self) -> str:
+        """As ``TorchrunRuntime.where_all_are``."""
+        return self.process.where_all_are()
+
     def init_process_group(self, backend: str | None, timeout_s: float) -> None:
         import torch.distributed as dist
 

@@ -92,9 +92,9 @@ def picture_positions(part: Any, inputs: Inputs) -> torch.Tensor:
     marks_DL = torch.zeros_like(ids_DL)
     ids_DL[is_there_DL], marks_DL[is_there_DL] = inputs.input_ids_BT.flatten(), inputs.seen.is_picture_BT.flatten()
     grids = {name: value for name, value in inputs.seen.pixels.items() if name.endswith("_grid_thw")}
-    positions_3DL, _ = part.get_rope_index(
-        input_ids=ids_DL, mm_token_type_ids=marks_DL, attention_mask=is_there_DL.long(), **grids
-    )
+    takes_marks = "mm_token_type_ids" in inspect.signature(part.get_rope_index).parameters
+    marks = {"mm_token_type_ids": marks_DL} if takes_marks else {}
+    positions_3DL, _ = part.get_rope_index(input_ids=ids_DL, attention_mask=is_there_DL.long(), **marks, **grids)
     positions_3BT: torch.Tensor = positions_3DL[:, is_there_DL].unflatten(1, tuple(inputs.input_ids_BT.shape))
     return positions_3BT
 

@@ -175,6 +175,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "no_load_rng": (False,),
     "push_to_hub": (False,),
     "eval_iters": (-1,),
+    "mtp_num_layers": (None,),
+    **dict.fromkeys(("mtp_loss_scaling_factor", "mtp_decoder_input_detach", "mtp_shared_weights"), ANY),  # of that
 }
 
 _ROWS = "rows are held in memory"
@@ -200,6 +202,7 @@ HINTS = {
     "cross_entropy_fusion_impl": _KERNELS,
     "masked_softmax_fusion": "attention is one kernel, with its scale, mask and softmax",
     "offload_bridge": "weights are converted a tensor at a time",
+    "linear_decoupled_in_proj": "without fp8 it changes no number, and layers of the gated delta rule have none",
     "model_type": "the model's own config.json says it",
     "ddp_find_unused_parameters": "every weight of the model is used",
     "use_liger_kernel": _KERNELS,
@@ -284,6 +287,7 @@ REFUSED = {
         _MEGATRON_ONLY,
     ),
     **dict.fromkeys(("mcore_model", "mcore_adapter", "use_mbridge"), _BRIDGE),
+    "mtp_num_layers": "layers that predict further tokens are not trained, and are saved as they were. Remove it",
     **dict.fromkeys(
         ("vanilla_mbridge", "bridge_backend", "use_dist_checkpointing", "dist_checkpointing_path"), _BRIDGE
     ),
@@ -370,7 +374,7 @@ REFUSED_BEGINNINGS = {
     "vllm_server_": _SERVER,
     "vllm_": _VLLM,
     **dict.fromkeys(("sglang_", "lmdeploy_"), "rollout_engine is hf or vllm. Remove it"),
-    "moe_": _MEGATRON_ONLY,
+    **dict.fromkeys(("moe_", "fp8_"), _MEGATRON_ONLY),
     "swanlab_": _WATCHED,
     **dict.fromkeys(
         ("galore_", "use_galore", "lisa_", "reft_", "lora_ga_", "llamapro_", "adapter_act", "adapter_length"),

@@ -64,7 +64,7 @@ def shared_ranks(group: DeviceGroup, host: DeviceGroup) -> tuple[int, ...]:
         raise ConfigError(f"{pair}, but asks for {_text(group)} and not for {_text(host)}. Leave its size out.")
     if host.ranks is None:
         raise ConfigError(
-            f"{pair}, which has CPUs, and those are shared in any case. Write how many workers it has, and remove "
+            f"{pair}, which has CPUs, and CPUs are always shared. Write how many workers it has, and remove "
             f"{SHARE_KEY}."
         )
     if host.gpus_per_worker > 1:

@@ -74,7 +74,7 @@ class PPOConfig(CompletionConfig):
 
     # Loss
     gamma: float = 1.0
-    """Discount of rewards and values a token later."""
+    """Discount of rewards and values per token."""
     lam: float = 0.95
     """GAE's lambda. 1: only rewards count; 0: only the critic counts."""
     lam_critic: float | None = None

@@ -229,8 +229,8 @@ def check_adapter_apart(config: CompletionConfig) -> None:
         )
     if config.quantization:
         raise ConfigError(
-            "vllm_enable_lora: the engine would complete with the adapter beside weights that are not quantized, other "
-            "ones than the policy's. Set vllm_enable_lora: false, which sends it the policy's weights."
+            "vllm_enable_lora: the engine would use the adapter with weights that are not quantized. The policy's "
+            "weights are quantized. Set vllm_enable_lora: false, which sends it the policy's weights."
         )
     if config.sleep_level == 2:
         raise ConfigError(

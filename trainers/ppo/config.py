@@ -60,7 +60,7 @@ class PPOConfig(CompletionConfig):
     reward_timeout_s: float | None = None
     """Seconds that a reward function may take for the completions that it is given at once. null: no limit."""
     reward_model: str | None = None
-    """A sequence classifier of one label, folder or hub name; its score is one more reward. null: none."""
+    """A sequence classifier of one label, folder or hub name; its score is a further reward. null: none."""
     reward_weights: list[float] | None = None
     """One per reward function. The last one is for the reward model. null: 1 for each."""
     missing_eos_penalty: float | None = None

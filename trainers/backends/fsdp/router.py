@@ -138,6 +138,6 @@ def _check_adapter(model: Any) -> None:
     for name, part in model.named_modules():
         if name.endswith(".router") and isinstance(getattr(part, "base_layer", None), torch.nn.Linear):
             raise ConfigError(
-                f"router_aux_loss_coef: the adapter is beside {name} too, and transformers gives the router's logits "
-                "without it. Write lora_kwargs: {exclude_modules: [router]}."
+                f"router_aux_loss_coef: the adapter also changes {name}, and transformers gives the router's "
+                "logits without the adapter. Write lora_kwargs: {exclude_modules: [router]}."
             )

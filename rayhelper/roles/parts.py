@@ -244,8 +244,8 @@ def arrived(address: str, name: str) -> Any:
 def elsewhere(name: str, who: str) -> RoleError:
     """The error for an object that a process was given and does not have."""
     return RoleError(
-        f"{name} was passed to {who}, which does not have it: an object lives on the driver and on the workers of its "
-        "roles. Pass its results, or let one device group host both."
+        f"{name} was passed to {who}, which does not have it. An object lives on the driver and on the workers of "
+        "its roles. Pass its results, or let one device group host both."
     )
 
 

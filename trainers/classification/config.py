@@ -38,7 +38,7 @@ class ClassificationConfig(TrainConfig):
     truncation_mode: TruncationMode = "keep_start"
     """For a row that is too long: keep_start, keep_end, or drop."""
     packing: bool = False
-    """Batch sizes count packs in the place of rows. A pack is several rows, of at most max_length tokens together. It
+    """Batch sizes count packs instead of rows. A pack is several rows, of at most max_length tokens together. It
     passes through the model without padding, as with padding_free."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""

@@ -180,9 +180,9 @@ def check_engine(config: CompletionConfig) -> None:
             check_adapter_apart(config)
         elif config.vllm_engine_kwargs.get("quantization") is not None:
             raise ConfigError(
-                f"vllm_engine_kwargs: {{quantization: {config.vllm_engine_kwargs['quantization']}}}: an engine that "
-                "quantizes its weights as it loads them takes new ones wrongly, and would complete with others than "
-                "the policy's. Remove it; or train an adapter and set vllm_enable_lora: true, by which the engine "
+                f"vllm_engine_kwargs: {{quantization: {config.vllm_engine_kwargs['quantization']}}}: an engine "
+                "that quantizes weights while it loads them cannot take new weights of the policy. Remove it; or "
+                "train an adapter and set vllm_enable_lora: true, by which the engine "
                 "keeps its weights."
             )
         check_said_once(config)
@@ -230,8 +230,8 @@ def check_adapter_apart(config: CompletionConfig) -> None:
         )
     if config.quantization:
         raise ConfigError(
-            "vllm_enable_lora: the engine would complete with the adapter beside weights that are not quantized, other "
-            "ones than the policy's. Set vllm_enable_lora: false, which sends it the policy's weights."
+            "vllm_enable_lora: the engine would use the adapter with weights that are not quantized. The policy's "
+            "weights are quantized. Set vllm_enable_lora: false, which sends it the policy's weights."
         )
     if config.sleep_level == 2:
         raise ConfigError(

@@ -34,7 +34,7 @@ class DPOConfig(ReferenceConfig):
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     packing: bool = False
-    """Batch sizes count packs in the place of pairs: a pack is pairs of max_length tokens together at most. Its
+    """Batch sizes count packs instead of pairs: a pack has pairs of at most max_length tokens. Its
     sequences pass through the model without padding, as with padding_free."""
 
     # Loss

@@ -58,8 +58,8 @@ class EmbeddingConfig(TrainConfig):
     margin: float = 0.5
     """The cosine distance to which contrastive losses push texts of label 0."""
     mrl_dims: dict[Any, float] | None = None
-    """Matryoshka representations (arXiv 2205.13147): the loss of the first so many numbers of the embeddings, by its
-    weight: {64: 0.5, 768: 1.0}. null: the loss of the whole embeddings."""
+    """Matryoshka representations (arXiv 2205.13147). Each entry is a number of leading dimensions and the weight
+    of their loss: {64: 0.5, 768: 1.0}. null: the loss of the whole embeddings."""
     pooling: Pooling | None = None
     """Which hidden states are the embedding: the last token's, the mean, or the first token's. null: as the files
     of sentence-transformers say. Without these files: last, or mean for encoders."""
@@ -67,7 +67,8 @@ class EmbeddingConfig(TrainConfig):
     """Write texts by the chat template. false: the text itself, the system message before it. null: false for models
     with files of sentence-transformers, for encoders and without a template, else true."""
     end_token: str | None = None
-    """A token behind each text that the chat template writes, at which the embedding is then read off. null: none."""
+    """A token to add after each text of the chat template. The embedding is the hidden state at this token. null:
+    none."""
     max_length: int | None = 1024
     """Tokens of each text; truncation_mode says how longer ones are cut."""
     truncation_mode: Literal["drop", "keep_start"] = "drop"

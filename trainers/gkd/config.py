@@ -77,7 +77,7 @@ class GKDConfig(CompletionConfig):
     gkd_topk_add_tail: bool = True
     """With ``gkd_logits_topk``: all other tokens together form one more entry. false: the k are renormalised."""
     sft_alpha: float = 0.0
-    """Weight of the cross-entropy, at temperature 1, that is added on the dataset's responses."""
+    """Weight of the cross-entropy of the dataset's responses, which is added to the loss. It has temperature 1."""
 
     # Evaluation
     per_device_eval_batch_size: int = 8

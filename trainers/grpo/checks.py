@@ -48,7 +48,8 @@ def check_used(config: GRPOConfig, groups: DeviceGroups | None) -> None:
     for group in () if groups is None else groups.groups:
         if not any(is_used.get(role, True) for role in group.roles):
             raise ConfigError(
-                f"device group {group.name!r} hosts {', '.join(group.roles)} alone, which this run does not use (role "
-                "reference needs beta and, with LoRA, ref_model; teacher: teacher_model; reward: reward_model). Its "
+                f"device group {group.name!r} hosts {', '.join(group.roles)} alone, which this run does not use. "
+                "Role reference needs beta and, with LoRA, ref_model; teacher needs teacher_model; reward needs "
+                "reward_model. Its "
                 "devices would stand idle: remove the group."
             )

@@ -94,7 +94,7 @@ class GRPOConfig(CompletionConfig):
     reward_model: list[str] = field(default_factory=list)
     """Sequence classifiers of one label, folders or hub names, whose scores are further rewards (role reward)."""
     reward_weights: list[float] | None = None
-    """One a reward: the functions, then the reward models, then the environment's own reward. null: 1 for each."""
+    """One per reward: the functions, then the reward models, then the environment's own reward. null: 1 for each."""
     multi_objective_aggregation: Aggregation = "sum_then_normalize"
     """sum_then_normalize rewards, or normalize_then_sum (each function on its own, GDPO)."""
     scale_rewards: Scale | bool = "group"
@@ -112,8 +112,8 @@ class GRPOConfig(CompletionConfig):
     pass_threshold: float = 0.5
     """Weighted reward at which pass_at_k counts a completion as right."""
     kl_in_reward: bool | None = None
-    """Subtract beta x KL from the reward, and not from the loss. null: with rloo, remax, reinforce_plus_plus and its
-    forms."""
+    """Subtract beta x KL from the reward, and not from the loss. null: true for rloo, remax and
+    reinforce_plus_plus (all forms)."""
     reward_clip_range: list[float] | None = None
     """Lowest and highest weighted reward, of rloo."""
     normalize_advantages: bool = False

@@ -36,7 +36,7 @@ class KTOConfig(ReferenceConfig):
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     packing: bool = False
-    """Batch sizes count packs in the place of completions. A pack is several completions, of at most max_length tokens
+    """Batch sizes count packs instead of completions. A pack is several completions, of at most max_length tokens
     together. It passes through the model without padding, as with padding_free. If the KL is estimated, each row
     counts twice: its prompt is also scored with another completion."""
 

@@ -138,8 +138,8 @@ def topk_jsd(
     if add_tail and temperature != teacher_temperature:
         raise ValueError(
             f"the tail of a teacher at temperature {teacher_temperature} is not known at temperature {temperature}: "
-            "set add_tail=False, use the teacher's temperature, or have the teacher compute its log-probabilities at "
-            "the wanted one and pass it as teacher_temperature too."
+            "set add_tail=False, or use the teacher's temperature. Or let the teacher compute at the wanted "
+            "temperature, and pass it as teacher_temperature."
         )
     absent_NK = teacher_logps_NK == -torch.inf
     # Both sides go through the same operations, so that a teacher equal to the student gives exactly 0.

@@ -177,7 +177,7 @@ def check_prompts_fit(
                         f"{key}: the prompt of row {place} (from 0, of {len(rows)}) has {len(prompt_ids)} tokens, and "
                         f"with a completion of {config.max_completion_length} (max_completion_length) that is more "
                         f"than {told}. Set max_prompt_length to at most {room}, which cuts the beginning of "
-                        "longer prompts, change one of the lengths, or remove the row."
+                        "longer prompts. Or change one of the lengths, or remove the row."
                     )
 
 

@@ -248,8 +248,8 @@ class Generator:
         if self.way in ("shared", "copied"):
             raise EngineLostError(
                 "a worker died that trains and generates. Another one replaced it, but its learned state is lost. "
-                "Go on from a checkpoint (resume_from_checkpoint: auto), or give role rollout a group of its own, "
-                "whose restarts replace workers in a running run."
+                "Continue from a checkpoint (resume_from_checkpoint: auto). Or give role rollout its own group, "
+                "whose restarts replace single workers."
             ) from lost
         while True:
             self._close_channel()

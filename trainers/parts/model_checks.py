@@ -272,7 +272,8 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
         rates = [name for name in ("vit_lr", "aligner_lr") if getattr(config, name) is not None]
         if rates and not config.learning_rate:
             raise ConfigError(
-                f"{rates[0]} is a share of learning_rate with backend: megatron, and that is 0. Raise it, and write "
+                f"{rates[0]} is a share of learning_rate with backend: megatron, but learning_rate is 0. Raise "
+                "it, and write "
                 "freeze_llm: true if the language model shall not learn."
             )
         if config.freeze_llm and config.has_adapter:

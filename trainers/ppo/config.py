@@ -59,7 +59,7 @@ class PPOConfig(CompletionConfig):
     reward_timeout_s: float | None = None
     """Seconds that a reward function may take for the completions that it is given at once. null: no limit."""
     reward_model: str | None = None
-    """A sequence classifier of one label, folder or hub name; its score is one more reward. null: none."""
+    """A sequence classifier of one label, folder or hub name; its score is a further reward. null: none."""
     reward_weights: list[float] | None = None
     """One per reward function. The last one is for the reward model. null: 1 for each."""
     missing_eos_penalty: float | None = None
@@ -73,7 +73,7 @@ class PPOConfig(CompletionConfig):
 
     # Loss
     gamma: float = 1.0
-    """Discount of rewards and values a token later."""
+    """Discount of rewards and values per token."""
     lam: float = 0.95
     """GAE's lambda. 1: only rewards count; 0: only the critic counts."""
     lam_critic: float | None = None
@@ -148,7 +148,7 @@ def check_ppo(config: PPOConfig) -> None:
     default_lam = next(one.default for one in fields(PPOConfig) if one.name == "lam")
     if alpha is not None and config.lam_critic is not None and config.lam != default_lam:
         raise ConfigError(
-            f"lam is {config.lam}, which nothing looks at: length_adaptive_alpha gives the policy's lambda, and "
+            f"lam is {config.lam}, which has no effect: length_adaptive_alpha gives the policy's lambda, and "
             "lam_critic the critic's. Remove one of them."
         )
     at_least(config, 0, "kl_coef", "missing_eos_penalty", "vf_coef", "value_learning_rate", "eval_temperature")

@@ -53,7 +53,7 @@ class RerankingConfig(TrainConfig):
     max_length: int | None = 1024
     """Tokens of a query with a document. Rows with a longer one are dropped."""
     packing: bool = False
-    """Batch sizes count packs in the place of queries: a pack is queries of max_length tokens together at most. They
+    """Batch sizes count packs instead of queries: a pack has queries of at most max_length tokens. They
     pass through the model without padding, as with padding_free."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""

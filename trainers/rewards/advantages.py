@@ -294,7 +294,7 @@ def penalised(sums_B: np.ndarray, penalties_B: np.ndarray | None) -> np.ndarray:
     if penalties_B is None:
         return sums_B
     if np.shape(penalties_B) != sums_B.shape:
-        raise ValueError(f"penalties_B must hold one value a completion ({len(sums_B)}), got {np.shape(penalties_B)}")
+        raise ValueError(f"penalties_B must hold one value per completion ({len(sums_B)}), got {np.shape(penalties_B)}")
     penalised_B: np.ndarray = sums_B - penalties_B
     return penalised_B
 

@@ -114,7 +114,7 @@ class SamplingConfig(RunConfig):
     prm_model: Any = None
     """Process rewards: a reward function (as ``reward_funcs``), or the folder or name of a reward model."""
     orm_model: Any = None
-    """Outcome rewards, likewise; a candidate is correct if its reward is positive."""
+    """Outcome rewards, named in the same way. A candidate is correct if its reward is positive."""
     reward_batch_size: int = 64
     """Candidates that a reward model scores at once."""
     n_best_to_keep: int = 5

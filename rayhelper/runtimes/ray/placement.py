@@ -237,7 +237,7 @@ def reserve(group: DeviceGroup, slots: tuple[Slot, ...], num_groups: int = 1) ->
     if not reserved.wait(_RESERVE_S):
         remove_placement_group(reserved)
         raise PlacementError(
-            f"group {group.name!r} asked for {len(slots)} x {asked}, and the cluster did not provide it "
-            f"within {_RESERVE_S:g} s: something else took the resources. Free: {ray.available_resources()}"
+            f"group {group.name!r} asked for {len(slots)} x {asked}, and the cluster did not provide it within "
+            f"{_RESERVE_S:g} s. Another program took the resources. Free: {ray.available_resources()}"
         )
     return reserved  # type: ignore[no-any-return]

@@ -93,8 +93,8 @@ class Exchange:
         self.key = self.run_key.secret
         if not self.run_key.is_shared and rank == 0:
             logger.warning(
-                "this run has several nodes and no %s: doors between nodes stay shut, so that a late call shows the "
-                "stacks of its own node only, and values from other nodes are not authenticated. Set %s to the same "
+                "this run has several nodes and no %s: a late call shows only the stacks of its own node, and "
+                "values from other nodes are not authenticated. Set %s to the same "
                 "secret on every node.",
                 VARIABLE,
                 VARIABLE,

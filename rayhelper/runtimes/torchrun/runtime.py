@@ -444,8 +444,8 @@ def members_of(group: DeviceGroup, num_processes: int) -> tuple[int, ...]:
         )
     if group.shares_devices_with is not None:
         raise ConfigError(
-            f"group {group.name!r} shares devices with {group.shares_devices_with!r}; torchrun starts one process a "
-            "rank. Host the roles of both in one group, or use Ray."
+            f"group {group.name!r} shares devices with {group.shares_devices_with!r}; torchrun starts one process "
+            "per rank. Host the roles of both in one group, or use Ray."
         )
     members = group.ranks if group.ranks is not None else tuple(range(group.num_workers))
     if members[-1] >= num_processes:

@@ -50,7 +50,9 @@ def check_adapter(model: str | Path, targets: Collection[str], *, on_cpu: bool, 
             f"leave them out: lora_target_modules: [{others}]."
         )
     if on_cpu and any(name.endswith(".experts") for name, _ in module.named_modules()):
-        raise ConfigError(f"vllm_enable_lora: vLLM runs no adapter beside experts on a CPU, as {kind} has. {REMEDY}.")
+        raise ConfigError(
+            f"vllm_enable_lora: vLLM cannot run an adapter on a CPU with the experts of {kind}. {REMEDY}."
+        )
 
 
 def adapter_settings(rank: int, target_modules: Collection[str]) -> dict[str, Any]:

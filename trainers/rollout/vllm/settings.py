@@ -83,8 +83,8 @@ def checked_engine_kwargs(given: Mapping[str, Any], *, key: str = "vllm_engine_k
     for name in _ONE:
         if given.get(name) not in (None, 1):
             raise ConfigError(
-                f"{key}: {name} is {given[name]}, but an engine lies on the workers of its tensor parallelism alone, "
-                "and further workers of its role are further engines. Remove it."
+                f"{key}: {name} is {given[name]}, but an engine has only the workers of its tensor parallelism. "
+                "Further workers of its role are further engines. Remove it."
             )
     if given.get("quantization") is not None:
         from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS

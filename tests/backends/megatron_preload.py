@@ -10,7 +10,7 @@ import sys
 if "megatron.core" in sys.modules:
     raise RuntimeError("megatron is imported before this module: its functions would be compiled in each fork")
 
-from tests import megatron_on_cpu  # noqa: E402
+from tests import megatron_on_cpu
 
 for name in (
     "dist_checkpointing",

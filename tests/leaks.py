@@ -165,12 +165,11 @@ def _shared_memory() -> Names:
         return {}
     mine = [psutil.Process(), *psutil.Process().children(recursive=True)]
     numbers = [str(process.pid) for process in mine]
-    opened = "".join(_opened_by(process.pid) for process in mine)
-    return {
-        name: path
-        for name, path in entries.items()
-        if path in opened or any(part in numbers for part in name.replace("-", "_").replace(".", "_").split("_"))
+    named = {
+        name for name in entries if any(part in numbers for part in name.replace("-", "_").replace(".", "_").split("_"))
     }
+    opened = "".join(_opened_by(process.pid) for process in mine) if len(named) < len(entries) else ""
+    return {name: path for name, path in entries.items() if name in named or path in opened}
 
 
 def _opened_by(pid: int) -> str:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu.vision_grpo [--model qwen2_5_vl|qwen3_5] [--engine hf|vllm] [--sides ours trl]
         [--steps 4] [--length 128] [--limit 240] [--tiny]
+    python -m benchmarks.gpu.vision_grpo --engine vllm --steps 2 --limit 260      # two steps, vLLM on both sides
 
 ``qwen2_5_vl`` has the shape of Qwen2.5-VL-3B, ``qwen3_5`` that of Qwen3.5-2B. The data are
 ``examples/grpo/count_shapes.py``: 8 pictures of 112 x 112 pixels x 8 completions of ``--length`` tokens a step, the

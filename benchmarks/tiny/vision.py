@@ -248,7 +248,8 @@ def _internvl(folder: Path, **text: Any) -> tuple[Any, Any]:
     sizes = {"size": {"height": 16, "width": 16}, "crop_to_patches": True, "max_patches": 3}
     GotOcr2ImageProcessorPil(**sizes).save_pretrained(folder)
     _processor_config(folder, "InternVLProcessor", image_seq_length=4)
-    vision = _siglip(image_size=[16, 16], patch_size=[4, 4], projection_dropout=0.0, use_mean_pooling=False)
+    vision = _siglip(image_size=[16, 16], patch_size=[4, 4], use_mean_pooling=False)
+    vision |= {"projection_dropout": 0.0, "hidden_dropout_prob": 0.1}
     config = transformers.InternVLConfig(
         text_config=TEXT | {"model_type": "qwen2", "vocab_size": len(tokenizer), "dtype": "float32"} | text,
         vision_config=vision | {"model_type": "internvl_vision"},

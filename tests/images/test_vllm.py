@@ -59,6 +59,13 @@ def test_what_does_not_fit_is_told(found: dict[str, Any]) -> None:
     assert "vLLM does not take the 3 pictures of a prompt: At most 2 image(s)" in found["too many"]
 
 
+def test_samples_are_those_of_the_hf_engine(found: dict[str, Any]) -> None:
+    (samples, ledger), theirs = found["sampled"]
+    assert [samples, ledger] == theirs
+    assert any(sample["images"] for sample in samples)
+    assert "nowhere.png' does not exist" in ledger[-1]["reason"]
+
+
 def test_a_run_trains_an_adapter_that_the_engine_holds_apart(found: dict[str, Any]) -> None:
     first, second = found["steps"]
     for step in (first, second):

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from rayhelper import ConfigError
 from tests.conftest import without_runtime
 from tests.e2e.runs import grpo_config, lines
 from tests.images.test_grpo import KEYS, prompts
+from tests.images.test_sampling import config as sampling_config
+from tests.images.test_sampling import data, found_in
 from tests.torchvision_on_cpu import ROOT
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Rollouts, Sequences
@@ -33,6 +36,8 @@ from trainers.parts import weights
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf.engine import HfEngine
 from trainers.rollout.vllm.engine import VllmEngine
+from trainers.sampling import samplers
+from trainers.sampling.trainer import SamplingTrainer
 
 FILES = ROOT / "tests" / "e2e" / "ms_swift_ray"
 SETTINGS = {"max_model_len": 512, "max_num_seqs": 8, "block_size": 32, "limit_mm_per_prompt": {"image": 2}}
@@ -120,7 +125,16 @@ def of_engine(folder: Path) -> Iterator[tuple[str, Any]]:
     seen = first.images[0]
     three = dataclasses.replace(first, images=[seen * 3])
     yield "too many", wrong(lambda: engine.generate(three, GREEDY, seed=0))
-    engine.close()
+
+    engine.load_weights(FsdpBackend(model).named_weights())
+    sampled = []
+    with patch.object(samplers, "vllm_engine", lambda *_, **__: engine), without_runtime():
+        for name in ("hf", "vllm"):
+            given = sampling_config(model, folder / name, dataset=data(folder), sampler_engine=name, prm_threshold=0.0)
+            SamplingTrainer.check(given, None)
+            SamplingTrainer(given).train()  # closes the engine
+            sampled.append(found_in(folder / name))
+    yield "sampled", sampled
 
 
 def told_of(backend: FsdpBackend, engine: VllmEngine) -> list[tuple[Any, dict[str, Any]]]:

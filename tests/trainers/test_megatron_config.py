@@ -784,7 +784,7 @@ def test_the_backend_is_built_with_its_settings_and_what_every_backend_is_told(b
     )
     of_fsdp = set(inspect.signature(FsdpBackend).parameters)
     of_sharding = {"sharding", "reshard_after_forward", "offload_params", "torch_compile", "gradient_checkpointing"}
-    of_sharding |= {"activation_memory_budget"}
+    of_sharding |= {"activation_memory_budget", "cuda_graphs"}
     in_settings = {"optimizer_offload"}
     others = {"padding_free", "model_init_kwargs", "device", "num_labels", "router_aux_loss_coef"}
     others |= {"neftune_noise_alpha", "tuner", "quantization", "sequence_parallel_size", "pooling"}

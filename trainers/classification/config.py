@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
-from trainers.configuration.shared import TrainConfig, at_least, unread
+from trainers.configuration.shared import TrainConfig, unread
+from trainers.configuration.values import at_least
 from trainers.data.rows import TruncationMode
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]

@@ -7,7 +7,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from rayhelper import ConfigError
-from trainers.configuration.shared import TrainConfig, at_least, check_seconds, unread
+from trainers.configuration.shared import TrainConfig, unread
+from trainers.configuration.values import at_least, check_seconds
 
 
 @dataclass(frozen=True, kw_only=True)

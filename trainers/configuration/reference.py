@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rayhelper import ConfigError
-from trainers.configuration.shared import TrainConfig, at_least, unread
+from trainers.configuration.shared import TrainConfig, unread
+from trainers.configuration.values import at_least
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,11 @@ from trainers.configuration.roles import WELL_KNOWN, Role
 from trainers.configuration.saving import SavingConfig, saving_mistakes
 from trainers.configuration.tuners import TunerConfig, check_tuner
 from trainers.configuration.values import (
+    at_least,
     check_choices,
     check_file,
     check_folder,
+    check_seconds,
     check_source,
     check_values,
     is_there,
@@ -449,7 +451,8 @@ def unread(config: Any, reason: str, *names: str) -> None:
 def _check_backend(config: TrainConfig) -> None:
     """Raises ConfigError for keys that the other backend reads, and for those of megatron that break each other."""
     if config.backend == "megatron":
-        unread(config, "backend is megatron, which does not read it", *OF_FSDP)
+        asked = [name for name in OF_FSDP if getattr(config, name, None) is not False]
+        unread(config, "backend is megatron, which does not read it", *asked)
         if config.gradient_checkpointing == "auto":
             raise ConfigError("gradient_checkpointing: auto is of backend: fsdp. Write true or false.")
         if config.router_aux_loss_coef:
@@ -548,22 +551,6 @@ def _check_schedule(name: str, kwargs: dict[str, Any]) -> None:
         raise ConfigError(f"lr_scheduler_kwargs={kwargs} do not fit lr_scheduler_type={name}: {error}") from None
     if not all(map(math.isfinite, rates)):
         raise ConfigError(f"lr_scheduler_kwargs={kwargs} of lr_scheduler_type={name} give learning rates like {rates}")
-
-
-def at_least(config: Any, least: float, *names: str) -> None:
-    """Raises ConfigError if a named key is set and below ``least``, or no finite number."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not least <= value < math.inf:
-            raise ConfigError(f"{name} must be at least {least}, got {value}")
-
-
-def check_seconds(config: Any, *names: str) -> None:
-    """Raises ConfigError if a named key is set, and no positive, finite number."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{name} must be a positive number of seconds, got {value}")
 
 
 def sequences_per_step(config: TrainConfig, num_shards: int, saved_order: Mapping[str, Any] | None = None) -> int:

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, get_args
 from rayhelper import ConfigError
 from trainers.configuration.reference import ReferenceConfig
 from trainers.configuration.roles import REFERENCE, TRAIN
-from trainers.configuration.shared import at_least
-from trainers.configuration.values import one_of
+from trainers.configuration.values import at_least, one_of
 from trainers.data.rows import TruncationMode
 from trainers.losses.types import FDivergenceType, PreferenceLossType
 

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
-from trainers.configuration.shared import TrainConfig, at_least, unread
+from trainers.configuration.shared import TrainConfig, unread
+from trainers.configuration.values import at_least
 
 LossType = Literal["infonce", "cosine_similarity", "contrastive", "online_contrastive"]
 Pooling = Literal["last", "mean", "cls"]

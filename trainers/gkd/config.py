@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal
 from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig, check_episodes
 from trainers.configuration.roles import ROLLOUT, TEACHER, TRAIN
-from trainers.configuration.shared import at_least, check_init_kwargs
+from trainers.configuration.shared import check_init_kwargs
+from trainers.configuration.values import at_least
 
 
 @dataclass(frozen=True, kw_only=True)

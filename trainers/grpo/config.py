@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Literal
 from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig, check_episodes, check_reward_functions
 from trainers.configuration.roles import REFERENCE, REWARD, ROLLOUT, TEACHER, TRAIN
-from trainers.configuration.shared import at_least
-from trainers.configuration.values import check_folder
+from trainers.configuration.values import at_least, check_folder
 from trainers.grpo.choices import CLIPPED, REGISTRIES, check_plugged, check_read, is_known
 from trainers.losses.types import NOT_BUILT, ImportanceLevel, RolloutCorrection, RolloutRejection
 from trainers.plugins import ADVANTAGES, named, parameters

@@ -8,7 +8,8 @@ from typing import ClassVar
 from rayhelper import ConfigError
 from trainers.configuration.reference import ReferenceConfig
 from trainers.configuration.roles import REFERENCE, TRAIN
-from trainers.configuration.shared import at_least, unread
+from trainers.configuration.shared import unread
+from trainers.configuration.values import at_least
 from trainers.data.rows import TruncationMode
 from trainers.losses.types import KTOLossType
 

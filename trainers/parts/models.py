@@ -94,7 +94,7 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
         "offload_params": config.fsdp_offload_params,
         "optimizer_offload": config.optimizer_offload,
         "torch_compile": config.torch_compile,
-        "cuda_graphs": config.cuda_graphs,
+        "cuda_graphs": config.cuda_graphs and not shares_gpu_with_vllm(config),
         "activation_memory_budget": config.activation_memory_budget,
         "padding_free": config.padding_free or pack_length(config) is not None,
         "router_aux_loss_coef": config.router_aux_loss_coef,
@@ -111,6 +111,13 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
     if config.sequence_parallel_size > 1:
         RayHelper.shard(*backend.shard)
     return backend
+
+
+def shares_gpu_with_vllm(config: Any) -> bool:
+    """Whether a vLLM engine is on this worker's devices: it would have to find the memory of graphs free each step."""
+    here = RayHelper.current()
+    is_beside = not here.roles or "rollout" in (*here.roles, *here.neighbours)  # with Ray off one worker has all roles
+    return getattr(config, "rollout_engine", None) == "vllm" and is_beside
 
 
 def recomputes_activations(config: TrainConfig, model: str) -> bool:

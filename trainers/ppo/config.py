@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig, check_reward_functions
 from trainers.configuration.roles import CRITIC, REFERENCE, REWARD, ROLLOUT, TRAIN
-from trainers.configuration.shared import at_least
-from trainers.configuration.values import check_folder
+from trainers.configuration.values import at_least, check_folder
 from trainers.rewards.gae import KLEstimator
 
 

@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
-from trainers.configuration.shared import TrainConfig, at_least, unread
+from trainers.configuration.shared import TrainConfig, unread
+from trainers.configuration.values import at_least
 
 OF_LISTS = ("listwise_reranker_temperature", "listwise_reranker_min_group_size")
 OF_WORDS = ("generative_reranker_positive_token", "generative_reranker_negative_token", "instruction")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from trainers.configuration.roles import TRAIN
-from trainers.configuration.shared import TrainConfig, at_least, unread
+from trainers.configuration.shared import TrainConfig, unread
+from trainers.configuration.values import at_least
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,7 +143,6 @@ class Run:
             self.open.close()
             raise
         self.stopwatch = Stopwatch()
-        self.step_began_ns: int | None = None  # of the timeline's mark: None outside of steps
 
     @RayHelper.function(group="driver", execute="first")
     def open_logs(self) -> None:
@@ -320,8 +319,6 @@ class Run:
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Inside, the driver's time counts as this phase of the step; the step is that of the next ``log_step``."""
-        if self.step_began_ns is None and self.stopwatch.current is not None:
-            self.step_began_ns = time.time_ns()
         return self.stopwatch.phase(name)
 
     def log_step(self, metrics: Metrics, *, epoch: float, num_epochs: int | None = None) -> None:
@@ -336,10 +333,8 @@ class Run:
         num_epochs = int(epoch) if num_epochs is None else num_epochs
         self.has_ended_epoch |= self.num_epochs is not None and num_epochs > self.num_epochs
         self.num_epochs = num_epochs
+        mark_step(self.step, self.stopwatch.begun_ns)
         seconds = self.stopwatch.lap()
-        if self.step_began_ns is not None:
-            mark_step(self.step, self.step_began_ns)
-            self.step_began_ns = None
         times = step_times(seconds)
         numbers = {name: value for name, value in metrics.values().items() if name not in WORK}
         self.bad_steps.add(self.step, metrics)

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 from rayhelper import ConfigError
 from trainers.configuration.completion import check_stop_token_ids
 from trainers.configuration.roles import Role
-from trainers.configuration.shared import RunConfig, at_least, check_seconds
-from trainers.configuration.values import is_there
+from trainers.configuration.shared import RunConfig
+from trainers.configuration.values import at_least, check_seconds, is_there
 
 OUTPUT_TYPES = (".jsonl", ".parquet")
 SEQUENCES_AT_ONCE = 256  # of vLLM, in a batch of rows: its own default of sequences that run together

@@ -98,6 +98,7 @@ def local_engine(config: SamplingConfig, model: str, tokenizer: Any) -> Engine:
 def check_vllm(config: SamplingConfig, groups: DeviceGroups | None) -> None:
     """Raises ConfigError for a field that vLLM lacks, and for workers that cannot hold the model together."""
     from trainers.rollout.vllm.settings import check_model_on_cpu, checked_engine_kwargs
+    from trainers.rollout.vllm.vision.features import check_sees
 
     given = dict(config.engine_kwargs)
     size = given.pop("tensor_parallel_size", 1)
@@ -106,6 +107,7 @@ def check_vllm(config: SamplingConfig, groups: DeviceGroups | None) -> None:
         raise ConfigError(f"{said} is no number of workers")
     checked_engine_kwargs(given, key="engine_kwargs")
     check_model_fits(said, size, groups, "sampler")
+    check_sees(config.model, "sampler_engine", trust_remote_code=config.trust_remote_code)
     if is_on_cpu(groups, "sampler"):
         told: dict[str, Any] = {"dtype": resolve_dtype(config), "trust_remote_code": config.trust_remote_code}
         check_model_on_cpu(config.model, **told)

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
-from trainers.configuration.shared import TrainConfig, at_least, unread
+from trainers.configuration.shared import TrainConfig, unread
+from trainers.configuration.values import at_least
 from trainers.data.loss_scale import parsed
 from trainers.data.rows import PackingStrategy, TruncationMode
 from trainers.losses.types import SFTLossType

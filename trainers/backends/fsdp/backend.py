@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -73,6 +74,7 @@ from trainers.metrics import Metrics
 from trainers.run.throughput import add_memory, add_work, flops_of, peak_flops
 
 Sharding = Literal["full_shard", "no_shard"]
+logger = logging.getLogger(__name__)
 MANY = 20  # steps, in which compiled layers save as much time as it takes to compile them
 
 
@@ -235,6 +237,10 @@ class FsdpBackend(Scoring):
                 self.token_budget, self.room = tokens, None
         # decoding and passes that only score have other shapes, for each of which layers would be compiled
         self.compiles_learning = torch_compile == "auto" and self.passes is not None and num_training_steps >= MANY
+        if self.passes is not None:
+            logger.info(
+                "cuda_graphs: true, torch_compile: %s", str(self.compiles_learning or torch_compile is True).lower()
+            )
         if torch_compile is True or self.compiles_learning:
             for layer in layers_of(self.module):
                 layer.compile()

@@ -224,6 +224,7 @@ HINTS = {
     "ds3_gather_for_generation": _GATHERED,
     "vllm_enable_lora": "no engine gets an adapter here",
     "vllm_max_lora_rank": "engines have room for an adapter of lora_rank",
+    "vllm_server_pass_dataset": "an environment gets all columns of its row",
     "vllm_use_async_engine": "prompts enter the engine while others are completed",
     "ray_exp_name": "workers are named after their groups",
     "merge_lora": "the final model has the adapter merged, and beside it the adapter alone",

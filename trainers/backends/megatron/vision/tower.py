@@ -13,6 +13,7 @@ Of a model that also hears and speaks (Qwen-Omni) it is that of the thinker. The
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 
 from rayhelper import ConfigError
 from trainers.backends.fsdp.documents import backbone, picture_positions
+from trainers.backends.fsdp.hf_model import zero_dropout
 from trainers.backends.fsdp.optimizer import decayed_names
 from trainers.backends.fsdp.vision.parts import Part
 from trainers.backends.fsdp.vision.pixels import Vision
@@ -80,10 +82,11 @@ class Tower:
         return {name: getattr(self.part, name) for name in MODULES if hasattr(self.part, name)}
 
     def build(self) -> dict[str, Any]:
-        """The same as modules of the first stage, with weights that are yet to be loaded."""
+        """The same as modules of the first stage, with weights that are yet to be loaded, and without dropout."""
         for name, empty in self.modules.items():
             with torch.random.fork_rng(devices=[]):
-                made = type(empty)(getattr(empty, "config", self.part.config)).to(self.dtype)
+                made = type(empty)(copy.deepcopy(getattr(empty, "config", self.part.config))).to(self.dtype)
+            zero_dropout(made)
             for weight, like in zip(made.parameters(), empty.parameters(), strict=True):
                 weight.requires_grad_(like.requires_grad)
             setattr(self.part, name, made)

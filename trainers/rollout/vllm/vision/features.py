@@ -41,6 +41,12 @@ def sees(model: str | Path, *, trust_remote_code: bool = False) -> bool:
     return is_vision(AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code))
 
 
+def check_sees(model: str | Path, key: str, *, trust_remote_code: bool = False) -> None:
+    """Raises ConfigError if the folder of a model sees pictures and vLLM cannot read them; ``key`` chose vLLM."""
+    if Path(model).is_dir() and sees(model, trust_remote_code=trust_remote_code):
+        check_torchvision(key)
+
+
 def check_torchvision(key: str = "rollout_engine") -> None:
     """Raises ConfigError if torchvision is not installed: vLLM needs it for models that see pictures."""
     if find_spec("torchvision") is None:

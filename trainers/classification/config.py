@@ -38,8 +38,8 @@ class ClassificationConfig(TrainConfig):
     truncation_mode: TruncationMode = "keep_start"
     """For a row that is too long: keep_start, keep_end, or drop."""
     packing: bool = False
-    """Batch sizes count packs instead of rows. A pack is several rows, of at most max_length tokens together. It
-    passes through the model without padding, as with padding_free."""
+    """Batch sizes count packs instead of rows. A pack is several rows, of at most max_length tokens together. It passes
+    through the model without padding, as with padding_free."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     per_device_eval_batch_size: int = 8

@@ -23,8 +23,8 @@ class CompletionConfig(TrainConfig):
     max_prompt_length: int | None = None
     """Tokens of a prompt to complete. A longer prompt loses its beginning."""
     drop_long_prompts: bool = False
-    """Leave out rows whose prompts have more than ``max_prompt_length`` tokens, instead of cutting these. GKD: for
-    runs that learn only from completions (``lmbda: 1`` or ``seq_kd``)."""
+    """Leave out rows whose prompts have more than ``max_prompt_length`` tokens, instead of cutting these. GKD: for runs
+    that learn only from completions (``lmbda: 1`` or ``seq_kd``)."""
     max_completion_length: int = 512
     """Tokens, the stop token included."""
     temperature: float = 1.0
@@ -70,9 +70,8 @@ class CompletionConfig(TrainConfig):
 
     # From the trainer to the engine
     sleep_level: Literal[0, 1, 2] = 0
-    """Memory that an engine on training devices frees while it does not generate. 1: the KV cache, and its weights
-    wait in the
-    memory of the host. 2: both dropped. hf has nothing to free."""
+    """Memory that an engine on training devices frees while it does not generate. 1: the KV cache, and its weights wait
+    in the memory of the host. 2: both dropped. hf has nothing to free."""
     offload_model: bool = False
     """The policy is offloaded to the host while an engine with its own weights generates on the same device."""
     offload_optimizer: bool = False

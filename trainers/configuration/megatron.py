@@ -38,9 +38,8 @@ class MegatronConfig:
     expert_tensor_parallel_size: int | None = None
     """Workers that have a part of every expert's matrices (ETP). null: tensor_model_parallel_size."""
     sequence_parallel: bool | None = None
-    """Also divide the values between the matrices over the tensor-parallel workers. It needs less memory, and
-    gives the same numbers. null:
-    wherever tensor_model_parallel_size is above 1. Experts under tensor parallelism need it."""
+    """Also divide the values between the matrices over the tensor-parallel workers. It needs less memory, and gives the
+    same numbers. null: wherever tensor_model_parallel_size is above 1. Experts under tensor parallelism need it."""
     use_distributed_optimizer: bool = True
     """The optimizer is sharded over the data-parallel workers."""
     overlap_grad_reduce: bool = False
@@ -54,8 +53,8 @@ class MegatronConfig:
     moe_layer_recompute: bool = False
     """Compute the layers of experts twice instead of keeping their activations."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Which activations are computed twice instead of kept. full: whole layers, as with gradient_checkpointing:
-    true. selective: recompute_modules. null: nothing."""
+    """Which activations are computed twice instead of kept. full: whole layers, as with gradient_checkpointing: true.
+    selective: recompute_modules. null: nothing."""
     recompute_method: Literal["uniform", "block"] | None = None
     """Of full. uniform: all layers, recompute_num_layers at a time; block: the first recompute_num_layers of every
     stage. null: uniform."""

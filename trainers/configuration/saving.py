@@ -36,9 +36,8 @@ class SavingConfig:
     """Checkpoints in a row without a better ``metric_for_best_model`` after which the run ends, as in ms-swift. null:
     never."""
     end_after_epochs: int | None = None
-    """The run ends after so many epochs, even if ``max_steps`` or ``num_train_epochs`` is larger. It also holds
-    for a stream. The
-    schedule does not change. null: no limit."""
+    """The run ends after so many epochs, even if ``max_steps`` or ``num_train_epochs`` is larger. It also holds for a
+    stream. The schedule does not change. null: no limit."""
     resume_from_checkpoint: bool | str | None = None
     """auto (or true): continues from the newest undamaged checkpoint of output_dir; without one, from step 0. A folder:
     continues from that checkpoint."""

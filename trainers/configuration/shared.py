@@ -109,8 +109,8 @@ class RunConfig:
     """The seed of shuffling, sampling, dropout and new weights."""
 
     defaults: Literal["trl", "ms-swift"] = "trl"
-    """The system whose defaults hold for keys that a file does not give. Some keys also have its meaning. For a
-    file with a key that only ms-swift has, it is ms-swift. In Python the defaults are the class's."""
+    """The system whose defaults hold for keys that a file does not give. Some keys also have its meaning. For a file
+    with a key that only ms-swift has, it is ms-swift. In Python the defaults are the class's."""
 
     # Output
     output_dir: str = "outputs"
@@ -176,8 +176,8 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     new_special_tokens: list[str] = field(default_factory=list)
     """Tokens to add to tokenizer and model. Or .txt files with such tokens, separated by spaces or lines."""
     fsdp_sharding_strategy: Literal["full_shard", "no_shard"] = "full_shard"
-    """full_shard: weights, gradients and optimizer are sharded over the train workers (FSDP2). no_shard: each
-    worker has all of them (DDP)."""
+    """full_shard: weights, gradients and optimizer are sharded over the train workers (FSDP2). no_shard: each worker
+    has all of them (DDP)."""
     fsdp_reshard_after_forward: bool = True
     """Free a layer's gathered weights between forward and backward (ZeRO-3); false keeps them (ZeRO-2)."""
     optimizer_offload: bool = False
@@ -193,14 +193,13 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     computed again, the cheapest operations first. 0.9 drops the values between matrix products. 0 keeps only the
     layer's input."""
     logits_memory_gib: float | None = None
-    """GiB per worker for the logits of the backward pass. Further logits are computed again. null: 3,
-    and 0 under gradient_checkpointing or recompute_granularity full."""
+    """GiB per worker for the logits of the backward pass. Further logits are computed again. null: 3, and 0 under
+    gradient_checkpointing or recompute_granularity full."""
     fsdp_offload_params: bool = False
     """Keep the shards and the optimizer in the memory of the host."""
     sequence_parallel_size: int = 1
-    """Workers that divide every sequence among them, for long sequences (Ulysses). These consecutive workers get
-    the same rows, and count once. It divides the workers of each role with a model, and the model's attention
-    heads."""
+    """Workers that divide every sequence among them, for long sequences (Ulysses). These consecutive workers get the
+    same rows, and count once. It divides the workers of each role with a model, and the model's attention heads."""
 
     # Evaluation data
     eval_dataset: Any = None
@@ -233,8 +232,8 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm. 0: never."""
     max_bad_steps: int = 3
-    """A step whose loss or gradient norm is not finite changes nothing. This number of such steps in a row ends
-    the run."""
+    """A step whose loss or gradient norm is not finite changes nothing. This number of such steps in a row ends the
+    run."""
     lr_scheduler_type: str = "linear"
     """One of transformers' schedules: linear, cosine, constant, constant_with_warmup, ..."""
     lr_scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -244,8 +243,8 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     warmup_ratio: float = 0.0
     """Share of all steps to warm up for, where ``warmup_steps`` is 0."""
     dataloader_drop_last: bool = False
-    """Drop the last micro-batch of an epoch if it is incomplete. With ``global_batch_size`` it is the last step.
-    For GRPO it is the last generation, for PPO the last batch."""
+    """Drop the last micro-batch of an epoch if it is incomplete. With ``global_batch_size`` it is the last step. For
+    GRPO it is the last generation, for PPO the last batch."""
     group_by_length: bool = False
     """Put rows of about the same length into a step, as Hugging Face's length-grouped sampler does."""
     num_train_epochs: float = 3.0
@@ -261,11 +260,10 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     workers (workers of one divided model, or of one sequence, count once). If it is set, do not set
     gradient_accumulation_steps."""
     token_budget: int | Literal["auto"] | None = None
-    """Tokens that a micro-batch holds at most, padding included. null: per_device_train_batch_size counts
-    sequences instead. A longer sequence is a micro-batch of its own. auto (backend: fsdp): a GPU measures the
-    first passes of
-    the first step. It takes as many tokens as fit and save time. The numbers are the same except for rounding. A file
-    that gives neither key has auto, unless its numbers depend on the micro-batch."""
+    """Tokens that a micro-batch holds at most, padding included. null: per_device_train_batch_size counts sequences
+    instead. A longer sequence is a micro-batch of its own. auto (backend: fsdp): a GPU measures the first passes of the
+    first step. It takes as many tokens as fit and save time. The numbers are the same except for rounding. A file that
+    gives neither key has auto, unless its numbers depend on the micro-batch."""
     padding_free: bool = False
     """Pass the sequences of a micro-batch through the model as one row of documents, without padding; backend: megatron
     always does."""

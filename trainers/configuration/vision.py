@@ -24,9 +24,8 @@ class VisionConfig:
     image_urls: bool = False
     """Download pictures of http addresses. false: rows with an address are broken."""
     freeze_vit: bool | None = None
-    """The vision tower does not learn. With an adapter: the tower gets no adapter. null: true with an adapter and
-    with backend:
-    megatron, else false."""
+    """The vision tower does not learn. With an adapter: the tower gets no adapter. null: true with an adapter and with
+    backend: megatron, else false."""
     freeze_aligner: bool | None = None
     """The same of the aligner."""
     freeze_llm: bool = False

@@ -30,8 +30,8 @@ class PairConfig(TrainConfig):
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     packing: bool = False
-    """Batch sizes count packs instead of pairs: a pack has pairs of at most max_length tokens. Its
-    sequences pass through the model without padding, as with padding_free."""
+    """Batch sizes count packs instead of pairs: a pack has pairs of at most max_length tokens. Its sequences pass
+    through the model without padding, as with padding_free."""
 
     # Loss
     beta: float = 0.1

@@ -34,14 +34,13 @@ class DPOConfig(ReferenceConfig):
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     packing: bool = False
-    """Batch sizes count packs instead of pairs: a pack has pairs of at most max_length tokens. Its
-    sequences pass through the model without padding, as with padding_free."""
+    """Batch sizes count packs instead of pairs: a pack has pairs of at most max_length tokens. Its sequences pass
+    through the model without padding, as with padding_free."""
 
     # Loss
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
-    """One or several of sigmoid, cdpo, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot,
-    aot_unpaired, apo_zero, apo_down, discopop, sft, sigmoid_norm. Formulas and papers are in
-    losses/preference.py."""
+    """One or several of sigmoid, cdpo, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired,
+    apo_zero, apo_down, discopop, sft, sigmoid_norm. Formulas and papers are in losses/preference.py."""
     loss_weights: list[float] | None = None
     """One a loss type. null: 1 for each."""
     rpo_alpha: float | None = None

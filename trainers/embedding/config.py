@@ -42,8 +42,8 @@ class EmbeddingConfig(TrainConfig):
     infonce_temperature: float = 0.1
     """Divides the similarities."""
     infonce_use_batch: bool = True
-    """The texts of other rows are negatives too. A pool is per_device_train_batch_size rows of each worker. false:
-    only the row's own negatives."""
+    """The texts of other rows are negatives too. A pool is per_device_train_batch_size rows of each worker. false: only
+    the row's own negatives."""
     infonce_hard_negatives: int | None = None
     """Number of negatives per row. Of more, the first ones are used. Of fewer, some are used twice. null: all of
     them."""
@@ -58,11 +58,11 @@ class EmbeddingConfig(TrainConfig):
     margin: float = 0.5
     """The cosine distance to which contrastive losses push texts of label 0."""
     mrl_dims: dict[Any, float] | None = None
-    """Matryoshka representations (arXiv 2205.13147). Each entry is a number of leading dimensions and the weight
-    of their loss: {64: 0.5, 768: 1.0}. null: the loss of the whole embeddings."""
+    """Matryoshka representations (arXiv 2205.13147). Each entry is a number of leading dimensions and the weight of
+    their loss: {64: 0.5, 768: 1.0}. null: the loss of the whole embeddings."""
     pooling: Pooling | None = None
-    """Which hidden states are the embedding: the last token's, the mean, or the first token's. null: as the files
-    of sentence-transformers say. Without these files: last, or mean for encoders."""
+    """Which hidden states are the embedding: the last token's, the mean, or the first token's. null: as the files of
+    sentence-transformers say. Without these files: last, or mean for encoders."""
     use_chat_template: bool | None = None
     """Write texts by the chat template. false: the text itself, the system message before it. null: false for models
     with files of sentence-transformers, for encoders and without a template, else true."""

@@ -30,8 +30,7 @@ class GKDConfig(CompletionConfig):
     """Further arguments of the teacher's AutoModelForCausalLM.from_pretrained."""
     teacher_engine: Literal["hf", "vllm"] = "hf"
     """The engine of the teacher_model. hf: transformers, as the student runs. vllm: vLLM, which is installed
-    separately,
-    for the top ``gkd_logits_topk`` tokens."""
+    separately, for the top ``gkd_logits_topk`` tokens."""
     teacher_engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Fields of vLLM's EngineArgs for ``teacher_engine: vllm``, such as {max_model_len: 8192}. tensor_parallel_size:
     workers of role teacher that hold one model together."""
@@ -42,9 +41,8 @@ class GKDConfig(CompletionConfig):
     lmbda: float = 0.5
     """Share of the steps that learn from the student's own completions; the others from the dataset's responses."""
     max_staleness: int = 0
-    """How many steps old the student may be that generates. Its completions are made while earlier ones are
-    learned. 0: none.
-    above 1: a queue, filled again when its last is needed. Role rollout needs devices of its own."""
+    """How many steps old the student may be that generates. Its completions are made while earlier ones are learned. 0:
+    none. above 1: a queue, filled again when its last is needed. Role rollout needs devices of its own."""
     seq_kd: bool = False
     """Those others learn from the teacher's completions instead."""
     max_length: int | None = 1024
@@ -71,8 +69,7 @@ class GKDConfig(CompletionConfig):
     """0: forward KL, teacher to student. 1: reverse KL, student to teacher; between: the generalised Jensen-Shannon
     divergence of GKD. The formulas are in losses/distillation.py."""
     gkd_logits_topk: int | None = None
-    """Compare only this number of the teacher's most probable tokens. null: the whole vocabulary, for which the
-    teacher
+    """Compare only this number of the teacher's most probable tokens. null: the whole vocabulary, for which the teacher
     must share the student's devices."""
     gkd_topk_add_tail: bool = True
     """With ``gkd_logits_topk``: all other tokens together form one more entry. false: the k are renormalised."""

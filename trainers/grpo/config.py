@@ -50,13 +50,12 @@ class GRPOConfig(CompletionConfig):
     """Times that a generation is gone through (mu in the paper)."""
 
     max_staleness: int = 0
-    """How many generations old the policy may be that generates. Completions are made while earlier ones are
-    learned. 0: none. above 1:
-    a queue, filled again when its last is needed. Role rollout needs devices of its own."""
+    """How many generations old the policy may be that generates. Completions are made while earlier ones are learned.
+    0: none. above 1: a queue, filled again when its last is needed. Role rollout needs devices of its own."""
     weight_sync_interval: int | None = None
     """With ``max_staleness``: the number of decoding steps after which engines look for new weights. They take them in
-    the middle of completions. null: new weights wait until all that was begun has ended. It has an effect only
-    with Ray. Without Ray, processes generate and train by turns."""
+    the middle of completions. null: new weights wait until all that was begun has ended. It has an effect only with
+    Ray. Without Ray, processes generate and train by turns."""
 
     # Generation
     dynamic_sample: bool = False
@@ -102,18 +101,18 @@ class GRPOConfig(CompletionConfig):
 
     # Advantages
     advantage_estimator: str | dict[str, Any] = "grpo"
-    """The baseline of rewards. The formulas are in rewards/estimators.py. grpo: the group. rloo: the others of
-    the group. reinforce_plus_plus (or reinforce_plus_plus_baseline): the group, then all differences of the batch, as
-    in ms-swift. reinforce_plus_plus_token: all tokens of the batch, the paper's form without groups. gpg, opo, remax
-    (a greedy completion), maxrl (rewards of 0 and 1), pass_at_k and grpo_passk: of these papers. Or the name of an
+    """The baseline of rewards. The formulas are in rewards/estimators.py. grpo: the group. rloo: the others of the
+    group. reinforce_plus_plus (or reinforce_plus_plus_baseline): the group, then all differences of the batch, as in
+    ms-swift. reinforce_plus_plus_token: all tokens of the batch, the paper's form without groups. gpg, opo, remax (a
+    greedy completion), maxrl (rewards of 0 and 1), pass_at_k and grpo_passk: of these papers. Or the name of an
     estimator that a plugin registered, or {name: ..., argument: value}."""
     pass_k: int = 4
     """The k of pass_at_k: one of k completions must be right."""
     pass_threshold: float = 0.5
     """Weighted reward at which pass_at_k counts a completion as right."""
     kl_in_reward: bool | None = None
-    """Subtract beta x KL from the reward, and not from the loss. null: true for rloo, remax and
-    reinforce_plus_plus (all forms)."""
+    """Subtract beta x KL from the reward, and not from the loss. null: true for rloo, remax and reinforce_plus_plus
+    (all forms)."""
     reward_clip_range: list[float] | None = None
     """Lowest and highest weighted reward, of rloo."""
     normalize_advantages: bool = False
@@ -196,8 +195,7 @@ class GRPOConfig(CompletionConfig):
     set. Not needed with the hf engine, which computes the same numbers as the training code in float32."""
     rollout_importance_sampling_mode: RolloutCorrection | None = None
     """token, sequence, or geometric (the mean over the sequence). truncate: ratios are cut to the bounds; mask: ratios
-    beyond the bounds become 0. null: sequence_mask. Geometric ratios are near 1: give bounds such as 0.99 and
-    1.01."""
+    beyond the bounds become 0. null: sequence_mask. Geometric ratios are near 1: give bounds such as 0.99 and 1.01."""
     rollout_importance_sampling_clip_max: float | None = 3.0
     """Upper bound of the ratio. null: none."""
     rollout_importance_sampling_clip_min: float | None = None

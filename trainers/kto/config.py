@@ -31,14 +31,14 @@ class KTOConfig(ReferenceConfig):
     max_length: int | None = 1024
     """Tokens of prompt and completion; truncation_mode says how longer sequences are cut."""
     truncation_mode: TruncationMode = "keep_start"
-    """For a sequence that is too long: keep_start, keep_end, or drop (the row). A prompt with the completion
-    of another row, which estimates the KL, keeps its start."""
+    """For a sequence that is too long: keep_start, keep_end, or drop (the row). A prompt with the completion of another
+    row, which estimates the KL, keeps its start."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     packing: bool = False
     """Batch sizes count packs instead of completions. A pack is several completions, of at most max_length tokens
-    together. It passes through the model without padding, as with padding_free. If the KL is estimated, each row
-    counts twice: its prompt is also scored with another completion."""
+    together. It passes through the model without padding, as with padding_free. If the KL is estimated, each row counts
+    twice: its prompt is also scored with another completion."""
 
     # Loss
     loss_type: KTOLossType = "kto"
@@ -50,8 +50,8 @@ class KTOConfig(ReferenceConfig):
     undesirable_weight: float = 1.0
     """Weight of the losses of undesirable completions."""
     kl_batch_size: int | None = None
-    """Number of completions in a KL batch. Within it, each prompt also gets the completion of another prompt.
-    null: all."""
+    """Number of completions in a KL batch. Within it, each prompt also gets the completion of another prompt. null:
+    all."""
 
     # Evaluation
     per_device_eval_batch_size: int = 8

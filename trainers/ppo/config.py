@@ -31,8 +31,8 @@ class PPOConfig(CompletionConfig):
 
     # Models
     value_model: str | None = None
-    """The critic's first weights, a folder or hub name with the policy's tokens. null: the weights of
-    ``reward_model``, else the policy's with a new head."""
+    """The critic's first weights, a folder or hub name with the policy's tokens. null: the weights of ``reward_model``,
+    else the policy's with a new head."""
     value_learning_rate: float | None = None
     """The critic's. null: ``learning_rate``."""
     ref_model: str | None = None
@@ -77,8 +77,8 @@ class PPOConfig(CompletionConfig):
     lam: float = 0.95
     """GAE's lambda. 1: only rewards count; 0: only the critic counts."""
     lam_critic: float | None = None
-    """Lambda of the returns that the critic learns. null: ``lam``. With 1.0, as in VAPO (arXiv 2504.05118),
-    targets are the rewards to go, without the bias of the critic."""
+    """Lambda of the returns that the critic learns. null: ``lam``. With 1.0, as in VAPO (arXiv 2504.05118), targets are
+    the rewards to go, without the bias of the critic."""
     length_adaptive_alpha: float | None = None
     """Alpha in the lambda of the policy's advantages: 1 - 1 / (alpha l) for l tokens (VAPO: 0.05). null: it is
     ``lam``."""

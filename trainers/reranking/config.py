@@ -25,8 +25,8 @@ class RerankingConfig(TrainConfig):
     ENCODES: ClassVar = True
 
     task_type: Literal["reranker", "generative_reranker"] = "reranker"
-    """reranker: a linear layer gives a query with a document its score. generative_reranker: a language model is
-    asked whether they fit; the score is the logit of yes less that of no (Qwen3-Reranker)."""
+    """reranker: a linear layer gives a query with a document its score. generative_reranker: a language model is asked
+    whether they fit; the score is the logit of yes less that of no (Qwen3-Reranker)."""
     output_dir: str = "outputs/reranking"
     disable_dropout: bool = False
     loss_type: Literal["pointwise_reranker", "listwise_reranker"] = "pointwise_reranker"
@@ -47,14 +47,13 @@ class RerankingConfig(TrainConfig):
     instruction: str | None = None
     """The task of a generative_reranker, for rows without a system message. null: Qwen3-Reranker's words."""
     use_chat_template: bool | None = None
-    """For reranker: the query is a turn of the user, the document a turn of the assistant. false: a pair of texts,
-    as the
-    tokenizer joins them. null: false for encoders and without a template, else true."""
+    """For reranker: the query is a turn of the user, the document a turn of the assistant. false: a pair of texts, as
+    the tokenizer joins them. null: false for encoders and without a template, else true."""
     max_length: int | None = 1024
     """Tokens of a query with a document. Rows with a longer one are dropped."""
     packing: bool = False
-    """Batch sizes count packs instead of queries: a pack has queries of at most max_length tokens. They
-    pass through the model without padding, as with padding_free."""
+    """Batch sizes count packs instead of queries: a pack has queries of at most max_length tokens. They pass through
+    the model without padding, as with padding_free."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     per_device_eval_batch_size: int = 8

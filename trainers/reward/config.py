@@ -26,8 +26,8 @@ class RewardConfig(TrainConfig):
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     packing: bool = False
-    """Batch sizes count packs instead of pairs: a pack has pairs of at most max_length tokens. Its
-    sequences pass through the model without padding, as with padding_free."""
+    """Batch sizes count packs instead of pairs: a pack has pairs of at most max_length tokens. Its sequences pass
+    through the model without padding, as with padding_free."""
     center_rewards_coefficient: float | None = None
     """Weight of a term that holds the mean reward near 0 (arXiv 2312.09244). null: none."""
     per_device_eval_batch_size: int = 8

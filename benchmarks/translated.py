@@ -1,4 +1,4 @@
-"""How many of another project's scripts does ``python -m trainers translate`` write in our keys, and why not others?
+"""How many of another project's scripts does ``rayhelper translate`` write in our keys, and why not others?
 
     python -m benchmarks.translated FOLDER_OR_FILE ... [--from SYSTEM] [--show]
 
@@ -40,7 +40,7 @@ def outcome(script: Path, system: str | None, folder: Path) -> tuple[str, list[s
         r"(?m)^(model|dataset|eval_dataset|resume_from_checkpoint|report_to|ref_model): .*$", "", out.getvalue()
     )
     file.write_text(f"{written}\nmodel: m\ndataset: d\n" + ("eval_dataset: d\n" if "eval_steps:" in written else ""))
-    found = re.search(r"python -m trainers (\w+)", written)
+    found = re.search(r"rayhelper (\w+)", written)
     kind = configuration_named(found[1]) if found else None
     try:
         assert kind is not None

@@ -52,7 +52,7 @@ OVERRIDES = "--max_steps 2 --logging_steps 1 --save_strategy no --report_to none
 SEQUENTIAL = ["--train_sampling_strategy", "sequential"]
 UNSHUFFLED = ["--shuffle_dataset", "false"]  # of GRPO and RLOO
 WITHOUT_DROPOUT = ["--lora_dropout", "0"]  # beside use_peft: the two draw different masks
-RLOO = (  # TRL's trainer of that name, as the error of ``python -m trainers rloo`` says
+RLOO = (  # TRL's trainer of that name, as the error of ``rayhelper rloo`` says
     "--advantage_estimator rloo --loss_type grpo --importance_sampling_level sequence_product --beta 0.05 "
     "--num_generations 2"
 ).split()

@@ -6,6 +6,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --signal=B:USR1@600
 set -euo pipefail
 
@@ -19,7 +20,7 @@ wait_for_head() {
 }
 export -f wait_for_head
 
-srun bash -c '
+srun --cpu-bind=none bash -c '
 if [ "$SLURM_NODEID" = 0 ]; then
     exec ray start --head --node-ip-address="$head" --port="$port" --block
 fi

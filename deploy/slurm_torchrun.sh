@@ -6,6 +6,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --signal=USR1@600
 set -euo pipefail
 
@@ -13,7 +14,7 @@ head=${TORCHRUN_HEAD:-$(hostname --ip-address | cut -d' ' -f1)} # this script ru
 RAYHELPER_KEY=$(openssl rand -hex 32) # the same on every node: srun passes it on
 export RAYHELPER_KEY
 
-exec srun torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node=gpu \
+exec srun --cpu-bind=none torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node=gpu \
     --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$head:29500" \
     --signals-to-handle=SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout=300 \
     -m rayhelper.trainers "$@"

@@ -117,7 +117,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         help="what a configuration would ask of a cluster, and every rule it breaks",
         epilog="A whole command is planned too: rayhelper plan --nodes 1 -- swift rlhf --rlhf_type grpo --model m ...",
     )
-    plan.add_argument("--config", required=True, help="a trainer's whole YAML or JSON file, or device groups alone")
+    plan.add_argument("--config", required=True, help="a trainer's whole YAML or JSON file, or only device groups")
     plan.add_argument("--nodes", type=int, help="nodes of the cluster (default: nnodes, or as many as are needed)")
     plan.add_argument("--gpus-per-node", "--gpus_per_node", type=int, help="default: nproc_per_node, or 8")
     plan.add_argument("--model", help="folder or config.json of the model, or its sizes as a mapping")

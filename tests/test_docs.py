@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,7 +25,13 @@ from torch.distributed.run import parse_args as parse_torchrun
 
 import rayhelper as rayhelper_package
 from rayhelper.__main__ import main as rayhelper
+from rayhelper.planning.dry_run import make_plan
+from rayhelper.planning.plan_page import page as plan_page
 from rayhelper.text import parse_text
+from rayhelper.timeline import html
+from rayhelper.timeline.trace import STEP, Span
+from tests import screens
+from tests.trainers.test_report import a_run
 from trainers import parts, plugins
 from trainers.cli import placement
 from trainers.commands import command_named
@@ -36,6 +43,8 @@ from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.data.sources import read_source
 from trainers.grpo.config import GRPOConfig
 from trainers.losses.policy import policy_gradient_loss
+from trainers.report.page import page as report_page
+from trainers.report.recorded import recorded
 from trainers.rewards.estimators import RewardBatch, estimated
 from trainers.rewards.functions import resolve_rewards
 from trainers.rollout.environments import resolve_environment
@@ -233,7 +242,7 @@ def test_a_slurm_job_starts_a_cluster_of_its_nodes_and_then_the_run(tmp_path: Pa
     path = fakes(
         tmp_path,
         {
-            "srun": 'SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@"; wait',
+            "srun": '[ "$1" = --cpu-bind=none ] && shift; SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@"; wait',
             "ray": ray,
             "rayhelper": 'echo "rayhelper $* at $RAY_ADDRESS"',
         },
@@ -248,8 +257,26 @@ def test_a_slurm_job_starts_a_cluster_of_its_nodes_and_then_the_run(tmp_path: Pa
     assert sorted(others) == [f"ray start --address={at} --block", f"rayhelper grpo --config x.yaml at {at}"]
 
 
+@pytest.mark.parametrize("script", sorted(ROOT.glob("deploy/slurm_*.sh")), ids=lambda script: script.stem)
+def test_a_slurm_job_asks_for_whole_nodes_and_a_signal_before_its_end(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    head, *lines = script.read_text(encoding="utf-8").splitlines()
+    assert head == "#!/bin/bash"
+    first = next(place for place, line in enumerate(lines) if not line.startswith("#"))
+    assert not any(line.startswith("#SBATCH") for line in lines[first:]), "SLURM reads none behind the first command"
+    asked = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH "))
+    signal = asked.pop("signal")
+    assert asked == {"job-name": "rayhelper", "ntasks-per-node": "1", "gpus-per-node": "8", "exclusive": "", "mem": "0"}
+    ends_in_python = "exec rayhelper" in lines[-1]  # else srun has started it, and the signal goes to its processes
+    assert signal == ("B:USR1@600" if ends_in_python else "USR1@600")
+    page = (DOCS / "guides" / "many_nodes.md").read_text(encoding="utf-8")
+    assert f"sbatch --nodes 2 --time 24:00:00 deploy/{script.name} grpo" in page
+
+
 def test_a_slurm_job_gives_every_process_of_torchrun_the_same_key(tmp_path: Path) -> None:
-    path = fakes(tmp_path, {"srun": '"$@"', "torchrun": 'echo "${#RAYHELPER_KEY} $*"'})
+    path = fakes(
+        tmp_path, {"srun": '[ "$1" = --cpu-bind=none ] && shift; "$@"', "torchrun": 'echo "${#RAYHELPER_KEY} $*"'}
+    )
     env = {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "TORCHRUN_HEAD": "10.0.0.1"}
     script = str(ROOT / "deploy" / "slurm_torchrun.sh")
     done = subprocess.run(["bash", script, "sft", "--lr", "1e-5"], env=env, check=True, capture_output=True, text=True)
@@ -305,6 +332,42 @@ def test_the_plugins_of_the_pages_are_found_by_their_names(monkeypatch: pytest.M
     assert logps.grad is not None
     assert logps.grad.tolist() == [pytest.approx([-np.exp(0.5) / 2, -3 / 2])]
     assert tool_call_parser("shouted", None, [])("add!3", {}) == [ToolCall("add", {"a": 3, "b": 0})]
+
+
+BROKEN = """<!DOCTYPE html><html><body><h2>Second</h2><h4>Fourth</h4><img src="x.svg"><a href="y"></a>
+<p style="color: #999; background: #fff">Faint.</p><pre style="width: 600px">Wide.</pre></body></html>"""
+FOUND = ("60[08] pixels wide at 390", "not one heading", "heading Fourth leaves out", "picture without words")
+FOUND += ("without words: <a", "names no language", "2.85 to 1: p")
+
+
+@pytest.mark.skipif(screens.PROGRAM is None, reason="Chromium is not installed")
+def test_no_page_scrolls_sideways_and_all_can_be_read(site: Path, tmp_path: Path) -> None:
+    """Every page of the site, the report of a run and of two, a timeline and a plan, at 1280 and at 390 pixels."""
+    folder = tmp_path / "all"
+    shutil.copytree(site, folder)
+    runs = [recorded(a_run(tmp_path / name)) for name in ("first", "second")]
+    plan = make_plan(str(ROOT / "examples" / "grpo" / "device_groups.yaml"), None, None, None, 80.0, None)
+    spans = [Span("train", 0, "run", "Trainer.update", 0, 100, 1), Span("driver", 0, STEP, "step 1", 0, 100, 0)]
+    ours = {"report": report_page(runs[:1]), "two": report_page(runs), "plan": plan_page(plan)}
+    for name, text in (ours | {"timeline": html(spans, {}), "broken": BROKEN}).items():
+        (folder / f"{name}.html").write_text(text, encoding="utf-8")
+    pages = sorted(str(page.relative_to(folder)) for page in folder.rglob("*.html"))
+    assert len(pages) > 70
+    found = screens.findings(folder, pages)
+    assert [line for line in found if not line.startswith("broken.html")] == []
+    assert [line for line, told in zip(found, FOUND, strict=True) if re.search(told, line) is None] == []
+
+
+def test_only_the_page_of_commands_and_the_modules_themselves_say_python_m() -> None:
+    """Everything else that a person reads says ``rayhelper NAME``."""
+    own = {"README.md", "docs/commands.md", "trainers/cli.py", "trainers/program.py", "rayhelper/__main__.py"}
+    own |= {"rayhelper/trainers/__init__.py"}
+    read = [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("benchmarks/*.py")]
+    read += [*ROOT.glob("rayhelper/**/*.py"), *ROOT.glob("trainers/**/*.py"), *ROOT.glob("deploy/*")]
+    says = [file for file in read if re.search(r"python -m\s+(trainers|rayhelper)", file.read_text(encoding="utf-8"))]
+    names = {str(file.relative_to(ROOT)) for file in says if file.name != "__main__.py"}
+    assert names <= own
+    assert {"README.md", "docs/commands.md"} <= names
 
 
 def test_the_page_of_your_own_trainer_shows_the_lines_of_the_example() -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import pandas
 import pytest
 
+from benchmarks.real import peers
+from benchmarks.real.grpo import in_words
+from benchmarks.real.gsm8k import write_prompts
 from benchmarks.real.sides import median, parsed, report, run_side
+from benchmarks.real.verl_side import compute_score
 
 WRITES = """
 import json, sys, time
@@ -42,3 +50,42 @@ def test_a_side_keeps_its_steps_however_it_ends(how: str, tmp_path: Path, capsys
 def test_a_side_may_have_keys_of_its_own() -> None:
     found = parsed("ours:torch_compile=true,rollout_engine=vllm,token_budget=9")
     assert found == ("ours", {"torch_compile": True, "rollout_engine": "vllm", "token_budget": 9})
+
+
+def asked(tmp_path: Path, **keys: Any) -> dict[str, Any]:
+    data = tmp_path / "prompts.jsonl"
+    write_prompts([{"question": "Half of 8?", "answer": "8 / 2 = <<8/2=4>>4\n#### 4"}], data)
+    sizes = {"rows": 8, "prompts": 2, "generations": 4, "length": 12, "steps": 3, "micro": 4}
+    files = {"folder": str(tmp_path), "steps_file": str(tmp_path / "steps.jsonl"), "data": str(data)}
+    return {**files, **sizes, "model": "folder", "rewards": "exact_answer", "keys": keys}
+
+
+def test_ms_swift_is_asked_for_the_same_rows_and_given_the_same_prompts(tmp_path: Path) -> None:
+    words, _ = peers.swift(asked(tmp_path, vllm_max_num_seqs=512))
+    told = dict(pairwise(words))
+    assert (told["--per_device_train_batch_size"], told["--gradient_accumulation_steps"]) == ("4", "2")
+    assert (told["--num_generations"], told["--max_completion_length"], told["--max_steps"]) == ("4", "12", "3")
+    assert told["--vllm_max_num_seqs"] == "512"
+    row = json.loads(Path(told["--dataset"]).read_text())
+    assert row["messages"][-1] == {"role": "user", "content": "Half of 8?"}
+    assert row["answer"].endswith("#### 4")
+
+
+def test_verl_is_asked_for_the_same_rows_and_scores_by_the_same_reward(tmp_path: Path) -> None:
+    words, _ = peers.verl(asked(tmp_path, **{"actor_rollout_ref.rollout.max_num_seqs": 512}))
+    told = dict(word.split("=", 1) for word in words if "=" in word)
+    sizes = ("data.train_batch_size", "actor_rollout_ref.rollout.n", "actor_rollout_ref.actor.ppo_mini_batch_size")
+    assert [told[name] for name in sizes] == ["2", "4", "2"]  # one optimizer step per generation
+    assert told["actor_rollout_ref.rollout.max_num_seqs"] == "512"
+    (row,) = pandas.read_parquet(told["data.train_files"]).to_dict("records")
+    truth = row["reward_model"]["ground_truth"]
+    assert compute_score("gsm8k", "#### 4", truth) == 1.0
+    assert compute_score("gsm8k", "#### 5", truth) == 0.0
+
+
+def test_a_step_of_verl_generates_until_its_engine_has_the_new_weights() -> None:
+    timers = {"timing_s/step": 9.0, "timing_s/gen": 4.0, "timing_s/update_weights": 1.5, "timing_s/update_actor": 3.0}
+    step = {"step": 1, "data": {**timers, "critic/score/mean": 0.25, "response_length/mean": 100.0}}
+    (found,) = in_words({"steps": [step]}, rows=8)["steps"]
+    assert (found["seconds"], found["generate"], found["update"]) == (9.0, 5.5, 3.5)
+    assert (found["reward"], found["tokens"]) == (0.25, 800.0)

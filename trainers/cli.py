@@ -1,9 +1,9 @@
 """From a command line to a run: which trainer, where its roles run, and how a mistake ends.
 
-    python -m trainers.grpo --config x.yaml --learning_rate 1e-5 --use_ray true
-    python -m trainers grpo --config x.yaml
-    python -m trainers rlhf --config x.yaml        # the file's rlhf_type says which
-    python -m trainers my_package.raft:RaftTrainer --config x.yaml
+    rayhelper grpo --config x.yaml --learning_rate 1e-5 --use_ray true
+    rayhelper grpo --config x.yaml
+    rayhelper rlhf --config x.yaml        # the file's rlhf_type says which
+    rayhelper my_package.raft:RaftTrainer --config x.yaml
 
 Which trainer a name stands for is ``commands.py``. Reading the configuration is
 ``configuration/reading/command_line.py``.

@@ -1,4 +1,4 @@
-"""What the first word of ``python -m trainers`` stands for: a trainer of a folder here, or anybody's, by its class.
+"""What the first word of ``rayhelper`` stands for: a trainer of a folder here, or anybody's, by its class.
 
     grpo                                                  trainers/grpo/config.py, and the trainer in trainer.py
     my_package.raft:RaftTrainer, path/to/raft.py:RaftTrainer    the class, and the type of its parameter ``config``
@@ -91,14 +91,14 @@ def task_of(keys: Mapping[Any, Any]) -> str | None:
 def roles_named(name: str, keys: Mapping[str, Any]) -> Mapping[str, Role] | None:
     """The roles of the trainer that the command ``name`` runs with such a file; None if there is no such command.
 
-    What ``python -m rayhelper plan --trainer NAME`` asks.
+    What ``rayhelper plan --trainer NAME`` asks.
     """
     known = name == RLHF or configuration_named(name) is not None
     return command_named(name, keys.get("rlhf_type"), task_of(keys)).config_type.ROLES if known else None
 
 
 def refusals(name: str | None, file: str, keys: Mapping[Any, Any]) -> list[str] | None:
-    """The lines with which a trainer refuses a file: what ``python -m rayhelper plan`` and ``check`` say too.
+    """The lines with which a trainer refuses a file: what ``rayhelper plan`` and ``check`` say too.
 
     ``name`` None: that of the file's ``rlhf_type``; without one, the trainer that refuses least, as any may be meant.
     None where the keys are no whole configuration: they name no model, or no data.
@@ -166,7 +166,7 @@ def checked_configuration(trainer: type, name: str) -> type[RunConfig]:
     config_type = configuration_of(trainer)
     if config_type is None:
         raise ConfigError(
-            f"{name} does not say what its keys are. Write def __init__(self, config: MyConfig) -> None, with "
+            f"{name} does not name its keys. Write def __init__(self, config: MyConfig) -> None, with "
             f"{EXTENDS} that is known where the class is defined."
         )
     if not dataclasses.is_dataclass(config_type) or not issubclass(config_type, RunConfig):

@@ -56,7 +56,7 @@ from typing import Any, TypeVar
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.losses.types import Average, PolicyLoss
 from trainers.rewards.types import AdvantageEstimator
-from trainers.run.going_on import builds_model
+from trainers.run.going_on import builds_model, resumes_too
 from trainers.run.stopping import Stopped
 
 ObjectT = TypeVar("ObjectT")
@@ -285,7 +285,8 @@ def _load_file(file: Path) -> ModuleType:
 def resolve_model(model: str, *, output_dir: str | Path, seed: int, reuse: bool = False) -> str:
     """The folder or hub name of ``model``: a registered model is built under ``output_dir``, any other name is kept.
 
-    ``reuse``: one that was built there before, by the same file and seed, is taken again.
+    ``reuse``: one that was built there before, by the same file and seed, is taken again. If its building was ended
+    early, runs within it continue from their newest checkpoints.
     """
     if model not in MODELS:
         return model
@@ -297,20 +298,20 @@ def resolve_model(model: str, *, output_dir: str | Path, seed: int, reuse: bool 
     if reuse and is_same and (Path(str(before.get("folder"))) / "config.json").is_file():
         logger.info("model %r was built before and is taken again: %s", model, before["folder"])
         return str(before["folder"])
-    if before is not None:  # not whole while it is built anew
-        record.write_text(json.dumps(known))
-    token = builds_model.set(model)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps({**known, model: about}))  # without a folder: it is not whole yet
+    token, resuming = builds_model.set(model), resumes_too.set(reuse and is_same)
     try:
         with exits_are_errors(f"model {model!r}"):
             folder = Path(MODELS[model](Path(output_dir), seed))
     finally:
         builds_model.reset(token)
+        resumes_too.reset(resuming)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"model {model!r} returned {folder}, which has no config.json. A registered model saves model and "
             f"tokenizer (save_pretrained) and returns their folder."
         )
-    record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text(json.dumps({**known, model: {**about, "folder": str(folder)}}))
     return str(folder)
 

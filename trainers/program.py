@@ -1,4 +1,4 @@
-"""What ``rayhelper WORDS`` and ``python -m trainers WORDS`` do: run a trainer, or one of the commands beside them.
+"""What ``rayhelper WORDS`` does, and ``python -m trainers WORDS``: run a trainer, or one of the commands beside them.
 
     rayhelper grpo --config x.yaml            any name of commands.py, also my_package.my_module:MyTrainer
     rayhelper swift sft --model m ...         a command of ms-swift, as its scripts have it

@@ -1,12 +1,15 @@
 """``swift rollout``: GPUs that wait for a run with ``vllm_mode: server``, and how its engines use them.
 
-    CUDA_VISIBLE_DEVICES=6,7 python -m trainers swift rollout --model M --vllm_data_parallel_size 2
-    CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 NPROC_PER_NODE=6 python -m trainers swift rlhf --vllm_mode server \
+    CUDA_VISIBLE_DEVICES=6,7 rayhelper swift rollout --model M --vllm_data_parallel_size 2
+    CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 NPROC_PER_NODE=6 rayhelper swift rlhf --vllm_mode server \
         --vllm_server_host 127.0.0.1 ...
 
 Both commands stand in ms-swift's scripts. The first one starts no engine here: it answers at its port with its GPUs
 and its keys of the engine. The second one runs on Ray with both: role train on its own GPUs, role rollout on those of
 the first. So both must be on one node. Whoever can reach the port on this node can read these keys, and nothing else.
+
+ms-swift plays turns with an environment in the first command. Here the run plays them, with these keys. It imports no
+file that its own command does not name: another program may answer at the port.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from typing import Any
 from rayhelper import ConfigError
 from rayhelper.authenticated.own_files import is_alive
 from trainers.configuration.others.ms_swift import is_placed
+from trainers.configuration.others.other_names import ALIASES, ELSEWHERE
 from trainers.configuration.reading.command_line import given_keys
 from trainers.configuration.reading.given_keys import plain
 
@@ -38,6 +42,8 @@ RETRY_S = 0.5
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MODEL, SIZE, COPIES = "model", "vllm_tensor_parallel_size", "vllm_data_parallel_size"
 OWN = ("host", "port")
+PLUGINS, SCHEDULER = "external_plugins", "multi_turn_scheduler"
+OF_TURNS = (PLUGINS, SCHEDULER, "max_turns", "use_gym_env", "gym_env", "enable_thinking", "max_length")
 WITHOUT_EFFECT = ("vllm_use_async_engine", "infer_backend", "torch_dtype", "dtype", "log_level")  # engines are alike
 
 
@@ -49,6 +55,7 @@ class Offer:
     gpus: list[str]  # as in CUDA_VISIBLE_DEVICES; none on a machine without GPUs
     num_workers: int
     engine: dict[str, str]  # keys vllm_* of the engine
+    turns: dict[str, str] = field(default_factory=dict)  # OF_TURNS: what the run shall play
 
     @classmethod
     def of(cls, arguments: Sequence[str], environment: Mapping[str, str]) -> Offer:
@@ -57,7 +64,13 @@ class Offer:
         Raises:
             ConfigError: a key that no engine reads, sizes that are none, or fewer GPUs than they need.
         """
-        keys = dict(given_keys(arguments, [])[0].values)
+        given = given_keys(arguments, [])[0]
+        keys = dict(given.values)
+        turns = {given.written[name]: keys.pop(name) for name in [*keys] if given.written.get(name) in OF_TURNS}
+        if SCHEDULER in turns and not str(turns[SCHEDULER]).isidentifier():
+            raise ConfigError(
+                f"swift rollout: {SCHEDULER} {turns[SCHEDULER]} is not the name of a scheduler. Write one."
+            )
         keys[COPIES] = keys.pop("data_parallel_size", keys.get(COPIES, 1))
         sizes = [plain(keys.get(name, 1)) for name in (SIZE, COPIES)]
         if not isinstance(keys.get(MODEL), str):
@@ -87,11 +100,12 @@ class Offer:
             name: str(value) for name, value in keys.items() if name.startswith("vllm_") and name not in WITHOUT_EFFECT
         }
         del engine[COPIES]
-        return cls(_place(str(keys[MODEL])), gpus[:num_workers], num_workers, engine)
+        said = {name: value if isinstance(value, str) else json.dumps(value) for name, value in turns.items()}
+        return cls(_place(str(keys[MODEL])), gpus[:num_workers], num_workers, engine, said)
 
 
 USAGE = (
-    "usage: python -m trainers swift rollout --model MODEL [--port 8000] [--vllm_tensor_parallel_size N] "
+    "usage: rayhelper swift rollout --model MODEL [--port 8000] [--vllm_tensor_parallel_size N] "
     "[--vllm_data_parallel_size N] [--vllm_...]\n"
     "Holds the GPUs of CUDA_VISIBLE_DEVICES for runs of this node with --vllm_mode server."
 )
@@ -184,7 +198,7 @@ def asked(port: int, wait_s: float) -> Offer:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"vllm_mode server: nobody answers at {where} ({error}). Start python -m trainers swift rollout "
+                    f"vllm_mode server: nobody answers at {where} ({error}). Start rayhelper swift rollout "
                     f"--model MODEL --port {port} first, on the GPUs of the engine."
                 ) from None
             if not is_told:
@@ -195,7 +209,7 @@ def asked(port: int, wait_s: float) -> Offer:
 
 def _another(where: str) -> str:
     return (
-        f"vllm_mode server: what answers at {where} is not python -m trainers swift rollout. Start that one, which "
+        f"vllm_mode server: what answers at {where} is not rayhelper swift rollout. Start that one, which "
         "gives its GPUs to the run, in place of ms-swift's own or TRL's."
     )
 
@@ -223,9 +237,10 @@ def engine_of_server(keys: Mapping[str, Any], environment: Mapping[str, str]) ->
                 f"vllm_mode server: swift rollout has model {offer.model}, and this run trains {said.get(MODEL)}. "
                 "Start it with the model of the run."
             )
-        if offer.engine != first.engine:
+        if (offer.engine, offer.turns) != (first.engine, first.turns):
             raise ConfigError(
-                f"vllm_mode server: the servers' keys differ: {first.engine} and {offer.engine}. Start them alike."
+                f"vllm_mode server: the servers' keys differ: {first.engine | first.turns} and "
+                f"{offer.engine | offer.turns}. Start them alike."
             )
     theirs = [gpu for offer in offers for gpu in offer.gpus]
     own = _visible(environment) if VISIBLE in environment else [str(number) for number in range(int(mine or 1))]
@@ -238,14 +253,40 @@ def engine_of_server(keys: Mapping[str, Any], environment: Mapping[str, str]) ->
     device = "gpus" if theirs else "cpus"
     groups = {"train": {device: count}, "rollout": {device: sum(offer.num_workers for offer in offers)}}
     arguments = ["--use_ray", "true", "--device_groups", json.dumps(groups)]
-    for name, value in first.engine.items():
+    for name, value in (first.engine | _turns(first.turns, said)).items():
         arguments += [f"--{name}", value] if name not in said else []
     return arguments, {VISIBLE: ",".join([*own, *theirs])} if theirs else {}
 
 
+def _turns(theirs: Mapping[str, str], said: Mapping[str, Any]) -> dict[str, str]:
+    """The keys of turns that a run lacks.
+
+    Raises:
+        ConfigError: the run says something else, or does not name a plugin.
+    """
+    own = said.get(PLUGINS) or []
+    known = {_place(str(file)) for files in (own if isinstance(own, list) else [own]) for file in str(files).split()}
+    named = theirs.get(PLUGINS, "").split()
+    if missing := [file for file in named if _place(file) not in known]:
+        raise ConfigError(
+            f"vllm_mode server: swift rollout has {PLUGINS} {', '.join(missing)}, which this run does not name. Write "
+            f"{PLUGINS}: {' '.join([*map(str, known), *missing])} in the training command too."
+        )
+    found = {}
+    for name, value in theirs.items():
+        meant = ALIASES.get(name, ELSEWHERE.get(name, name))
+        if name != PLUGINS and meant in said and said[meant] != plain(value):
+            raise ConfigError(
+                f"vllm_mode server: swift rollout has {name} {value}, and this run {said[meant]}. Write the same."
+            )
+        if name != PLUGINS and meant not in said:
+            found[name] = value
+    return found
+
+
 def _place(model: str) -> str:
-    """The folder of a model, whichever way it is written; a name of the hub as it is."""
-    return str(Path(model).expanduser().resolve()) if Path(model).expanduser().is_dir() else model
+    """The folder of a model, or a file, whichever way it is written; a name of the hub as it is."""
+    return str(Path(model).expanduser().resolve()) if Path(model).expanduser().exists() else model
 
 
 def _ports(said: Mapping[str, Any]) -> list[int]:

@@ -68,7 +68,7 @@ def head_differences(dtype: torch.dtype, *, num_kept: int = 0) -> dict[str, floa
 
 def sum_difference() -> float:
     """Adding a bfloat16 gradient to a float32 one: exact, so nothing may differ."""
-    from trainers.backends.fsdp import gradient_kernels
+    from trainers.backends.fsdp.one_worker import gradient_kernels
 
     total, part = (torch.randn(1031, 2053, device="cuda", dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     found = 0.0

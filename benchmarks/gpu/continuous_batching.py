@@ -33,10 +33,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "graphs, asynchronous": {"use_cuda_graph": True, "use_async_batching": True},
     "no graphs": {"use_cuda_graph": False},
 }
-SMOLLM = {
-    **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9},
-    **{"num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49_152},
-}
 
 
 def prompts(vocabulary: int) -> list[list[int]]:
@@ -116,8 +112,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for shape in args.shapes:
-            base, changes = ("0.6b", SMOLLM) if shape == "smollm2-135m" else (shape, {})
-            saved_apart(base, Path(folder), shape, **changes)
+            saved_apart(shape, Path(folder), shape)
             for system in args.systems:
                 row = {"shape": shape, **measured(Path(folder) / shape, system, args.tokens, args.limit_s)}
                 rows.append(row)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.continuous_batching import PROMPTS, SAMPLES, SMOLLM, of_vllm, prompts
+from benchmarks.gpu.continuous_batching import PROMPTS, SAMPLES, of_vllm, prompts
 from benchmarks.gpu.shapes import saved_apart, tokenizer
 from benchmarks.origin import origin
 
@@ -108,8 +108,7 @@ def main() -> None:
     start, rows = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
         for shape in args.shapes:
-            base, changes = ("0.6b", SMOLLM) if shape == "smollm2-135m" else (shape, {})
-            saved_apart(base, Path(folder), shape, **changes)
+            saved_apart(shape, Path(folder), shape)
             for system in args.systems:
                 left = ALL_S - (time.monotonic() - start)
                 row: dict[str, Any] = {"shape": shape, "system": system}

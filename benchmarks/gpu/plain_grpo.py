@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.gpu.continuous_batching import SMOLLM
 from benchmarks.gpu.device_memory import PeakMemory
 from benchmarks.gpu.shapes import saved_apart
 from benchmarks.gpu.steps import clock, trl_settings
@@ -129,8 +128,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for shape in args.shapes:
-            base, changes = ("0.6b", SMOLLM) if shape == "smollm2-135m" else (shape, {})
-            saved_apart(base, Path(folder), shape, **changes)
+            saved_apart(shape, Path(folder), shape)
             for engine in args.engines:
                 row = {
                     "shape": shape,

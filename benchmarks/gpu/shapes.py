@@ -12,6 +12,10 @@ from typing import Any
 from filelock import FileLock
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9},
+        **{"num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49_152},
+    },
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},

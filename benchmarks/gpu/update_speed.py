@@ -24,20 +24,27 @@ from benchmarks.gpu.profiled import kernels, show
 from benchmarks.gpu.shapes import SHAPES, save_shape
 from benchmarks.origin import origin
 
+EAGER = {"cuda_graphs": False}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "eager": {},
-    "compiled": {"torch_compile": True},
+    "captured": {},
+    "captured_compiled": {"torch_compile": True},
+    "eager": EAGER,
+    "compiled": EAGER | {"torch_compile": True},
     "compiled_resting": {"torch_compile": True, "optimizer_offload": True},
     "checkpointing": {"gradient_checkpointing": True},
     "compiled_checkpointing": {"torch_compile": True, "gradient_checkpointing": True},
-    "kept": {"reshard_after_forward": False},
-    "compiled_kept": {"torch_compile": True, "reshard_after_forward": False},
     "autocast": {"sharding": "no_shard"},
     "compiled_autocast": {"torch_compile": True, "sharding": "no_shard"},
+    "joined": EAGER | {"padding_free": True},
+    "compiled_joined": EAGER | {"torch_compile": True, "padding_free": True},
+    "checkpointing_joined": {"gradient_checkpointing": True, "padding_free": True},
+    "compiled_checkpointing_joined": {"torch_compile": True, "gradient_checkpointing": True, "padding_free": True},
 }
 
 
-def measure(model: str, options: argparse.Namespace, settings: dict[str, Any], micro: int) -> dict[str, float]:
+def measure(
+    model: str, options: argparse.Namespace, settings: dict[str, Any], micro: int, tokens: int | None
+) -> dict[str, Any]:
     import numpy as np
     import torch
 
@@ -54,34 +61,46 @@ def measure(model: str, options: argparse.Namespace, settings: dict[str, Any], m
         learning_rate=1e-6,
         num_training_steps=100,
         peak_tflops=989,
+        token_budget=tokens,
     )
-    ids = np.random.default_rng(0).integers(4, backend.module.config.vocab_size, (options.sequences, options.length))
-    mask = np.ones(ids.shape, bool)
-    mask[:, :16] = False
+    random = np.random.default_rng(0)
+    low, high = options.lengths or (options.length, options.length)
+    lengths = random.integers(low, high + 1, options.sequences)
+    ids = [random.integers(4, backend.module.config.vocab_size, length) for length in lengths]
+    masks = [np.arange(length) >= 16 for length in lengths]
     advantages = np.linspace(-1, 1, len(ids), dtype=np.float32)
-    samples = Samples(input_ids=Ragged.of(ids, np.int64), target_mask=Ragged.of(mask, bool), advantages=advantages)
+    samples = Samples(input_ids=Ragged.of(ids, np.int64), target_mask=Ragged.of(masks, bool), advantages=advantages)
+    num_targets = float(sum(mask.sum() for mask in masks))
 
     def loss(logps: Any, entropy: Any, mask_BT: Any, micro: Any, metrics: Any) -> torch.Tensor:
         advantages = on_device(torch.tensor(micro.advantages), logps.device)
         return policy_gradient_loss(
-            logps, None, advantages, mask_BT, loss_type="dapo", normaliser=float(mask.sum())
+            logps, None, advantages, mask_BT, loss_type="dapo", normaliser=num_targets
         )[0]  # fmt: skip
+
+    norms: list[float] = []  # of gradients: the same whatever the variant, but for rounding
 
     def update() -> float:
         torch.cuda.synchronize()
         since = time.perf_counter()
-        backend.step(samples, loss, micro_batch_size=micro)
+        metrics = backend.step(samples, loss, micro_batch_size=micro)
         torch.cuda.synchronize()
+        norms.append(round(float(metrics.values()["grad_norm"]), 5))
         return time.perf_counter() - since
 
-    update()
+    first = update()  # with what it compiles
+    second = update()
     torch.cuda.reset_peak_memory_stats()
     seconds = statistics.median(update() for _ in range(3))
-    tokens = ids.size
+    num_tokens = int(lengths.sum())
     num_parameters = sum(weight.numel() for weight in backend.module.parameters())
     found = {
-        "tokens_per_second": tokens / seconds,
-        "mfu": 6 * num_parameters * tokens / seconds / 989e12,
+        "norms": norms[:3],
+        "seconds": seconds,
+        "first": first,
+        "second": second,
+        "tokens_per_second": num_tokens / seconds,
+        "mfu": 6 * num_parameters * num_tokens / seconds / 989e12,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
     }
@@ -100,12 +119,20 @@ def measure(model: str, options: argparse.Namespace, settings: dict[str, Any], m
     return found
 
 
+def in_words(row: dict[str, Any]) -> str:
+    return " ".join(
+        f"{key} {value:<10.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--length", type=int, default=528)
+    parser.add_argument("--lengths", type=int, nargs=2, help="of sequences, drawn between these, in place of --length")
     parser.add_argument("--micros", type=int, nargs="+", default=[16])
+    parser.add_argument("--tokens", type=int, nargs="+", help="token budgets of micro-batches, in place of --micros")
     parser.add_argument("--budgets", type=float, nargs="+", default=[1.0], help="activation_memory_budget, if compiled")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--profile", type=int, default=0, help="rows of a table of kernels")
@@ -119,16 +146,17 @@ def main() -> None:
     target = options.json or (Path(os.environ["OUT"]) / "update_speed.json" if "OUT" in os.environ else None)
     with tempfile.TemporaryDirectory() as folder:
         save_shape(options.shape, Path(folder))
-        for variant, micro, budget in itertools.product(options.variants, options.micros, options.budgets):
+        sizes = [(16, tokens) for tokens in options.tokens] if options.tokens else [(n, None) for n in options.micros]
+        for variant, (micro, tokens), budget in itertools.product(options.variants, sizes, options.budgets):
             if budget < 1 and "torch_compile" not in VARIANTS[variant]:
                 continue
-            name = f"{variant} {micro}" + (f" budget {budget}" if budget < 1 else "")
+            name = f"{variant} {tokens or micro}" + (f" budget {budget}" if budget < 1 else "")
             try:
                 settings = VARIANTS[variant] | {"activation_memory_budget": budget}
-                rows[name] = measure(folder, options, settings, micro)
+                rows[name] = measure(folder, options, settings, micro, tokens)
             except torch.OutOfMemoryError:
                 rows[name] = {}
-            print(f"{name:<28}" + "".join(f"{key} {value:<12.4g}" for key, value in rows[name].items()), flush=True)
+            print(f"{name:<28}" + in_words(rows[name]), flush=True)
             if target:
                 Path(target).write_text(json.dumps({**origin(), "options": vars(options), "rows": rows}, indent=1))
             torch._dynamo.reset()

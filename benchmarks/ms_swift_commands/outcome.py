@@ -26,6 +26,7 @@ from trainers.cli import load_config, placement, uses_ray
 from trainers.commands import RLHF, command_named, task_of
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.others.ms_swift import engine_in_parts, spelled
+from trainers.configuration.others.other_names import ALIASES
 from trainers.configuration.reading.command_line import export_env, given_keys
 from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.shared import TrainConfig
@@ -48,14 +49,19 @@ NEVER = {  # what is missing, by the beginning of what is said of it
 SENSES = (  # the same of models that see or hear, by what the refusal holds
     (r"backend: megatron cannot be|dataset: .* have images", "pictures with Megatron, or to a model that hears"),
     (r"dataset: .* rows have (videos|audios)", "videos and sounds"),
-    (r"has no configuration that can be read", "models whose code comes with them, and not with transformers"),
+    (
+        r"has no configuration that can be read|comes with code of its own",
+        "models whose code comes with them, and not with transformers",
+    ),
     (r"has a reranker of its own code", "models whose code comes with them, and not with transformers"),
-    (r"no class that AutoModelFor|has no (sequence )?classifier", "models that hear, and classifiers that see"),
+    (
+        r"no class that AutoModelFor|has no (sequence )?classifier|also hears and speaks",
+        "models that hear, and classifiers that see",
+    ),
     (r"no files of an image processor", "no stand-in here: the processor is not tried"),
     (r"workers cannot share rows with pictures", "sequence parallelism with pictures"),
 )
 MOST_REMEDIES = 8
-BLIND = ("PPOTrainer", "RewardTrainer", "ClassificationTrainer")  # read no pictures
 
 
 @dataclass
@@ -135,7 +141,7 @@ def tried(words: list[str], environment: dict[str, str], servers: list[Command])
 
 @contextmanager
 def with_gpus() -> Iterator[None]:
-    """Inside, there seem to be GPUs, and the trackers that commands report to are installed."""
+    """Inside, there seem to be GPUs, torchvision, and the trackers that commands report to."""
     import torch
 
     with (
@@ -143,6 +149,7 @@ def with_gpus() -> Iterator[None]:
         patch.object(torch.cuda, "is_bf16_supported", lambda *_: True),
         patch.object(torch.cuda, "current_device", lambda: 0),
         patch("trainers.run.trackers._is_installed", lambda _: True),
+        patch("trainers.rollout.vllm.vision.features.find_spec", lambda name: name),
     ):
         yield
 
@@ -161,15 +168,15 @@ def _checked(words: list[str], environment: dict[str, str], servers: list[Comman
     alone = not config.use_ray and count == 1
     groups = None if alone else placement(command.trainer, config, count)
     check_run(command.trainer, config, groups)
-    _read(command.trainer, config)
+    _read(config)
 
 
-def _read(trainer: Any, config: Any) -> None:
+def _read(config: Any) -> None:
     """Reads the rows as the trainer does, and makes the tokens of one with pictures."""
     if not isinstance(config, TrainConfig) or not config.dataset:
         return
     model, tokenizer = load_model_and_tokenizer(config)
-    images = image_reader(config, model, tokenizer) if trainer.__name__ not in BLIND else None
+    images = image_reader(config, model, tokenizer)
     rows = read_rows(config, config.dataset, "train", images)
     if images is None or "images" not in rows.column_names:
         return
@@ -194,12 +201,14 @@ def _served(keys: Mapping[str, Any], environment: dict[str, str], servers: list[
 def with_remedy(words: list[str], mistake: str) -> list[str]:
     """The command as the mistake says to write it: a key removed, or with another value."""
     named = re.findall(r"[A-Za-z_]\w+", re.sub(r"^(command line|\S+\.yaml)(, section \w+)?: ", "", mistake))
-    given = {word[2:] for word in words if word.startswith("--")}
+    given = {word[2:] for word in words if word.startswith("--")} - {"model", "dataset"}  # which no remedy removes
     if re.search(r"[Rr]emove (it|them)\b|remove one of them|is not supported", mistake):
         for key in [key for key in named if key in given][:6]:
             words = _without(words, key)
     for key, value in re.findall(r"[Ww]rite (?:\w+ and )?(\w+): ([\w./-]+)", mistake):
-        words = [*_without(words, key), f"--{key}", value.rstrip(".")]
+        for name in (key, *(name for name, ours in ALIASES.items() if ours == key)):
+            words = _without(words, name)
+        words = [*words, f"--{key}", value.rstrip(".")]
     return words
 
 

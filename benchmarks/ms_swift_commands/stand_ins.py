@@ -1,7 +1,8 @@
 """Small local models and data in the place of those that ms-swift's commands name, of the same architecture and kind.
 
 A model of Qwen's that sees is a tiny one of its own class, with its processor. Of other models that see or hear there
-is a configuration alone: its ``model_type`` decides. Rows have pictures, videos or sounds where the named data have.
+is a configuration alone: its ``model_type`` decides. Beside InternVL's lies what the hub has beside it: the same for
+transformers' own class. Rows have pictures, videos or sounds where the named data have.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from trainers.backends.own_code import ENDINGS
+from trainers.backends.own_code import KIND as OWN_CODE
 
 MULTIMODAL = re.compile(
     r"-VL|Omni|OCR|vl2|InternVL|Keye|MiniCPM-V|MOSS-VL|Ovis|TTS|Emu3|gme-|Audio|multimodal|4\.6V|jina-reranker-m0"
@@ -25,11 +29,14 @@ SEEING = (  # the first that matches the model's name: of benchmarks/tiny/vision
     (r"Qwen3-VL", "qwen3_vl"),
     (r"Qwen3\.[58].*A\d+B", "qwen3_5_moe"),
     (r"Qwen3\.[58]", "qwen3_5"),
+    (r"GLM-4\.6V-Flash", "glm46v"),
+    (r"GLM-4\.6V", "glm4v_moe"),
+    (r"PaddleOCR-VL", "paddleocr_vl"),
+    (r"Qwen2\.5-Omni", "qwen2_5_omni"),
+    (r"Qwen3-Omni", "qwen3_omni_moe"),
 )
 CONFIGURED = (  # the model_type in the config.json of the hub, and whether the code comes with the model
-    (r"InternVL3", "internvl_chat", True),
-    (r"Qwen2\.5-Omni", "qwen2_5_omni", False),
-    (r"Qwen3-Omni", "qwen3_omni_moe", False),
+    (r"InternVL3", OWN_CODE, True),
     (r"Qwen2-Audio", "qwen2_audio", False),
     (r"Qwen3-TTS", "qwen3_tts", True),
     (r"Ovis2\.5", "ovis2_5", True),
@@ -41,10 +48,7 @@ CONFIGURED = (  # the model_type in the config.json of the hub, and whether the 
     (r"DeepSeek-OCR|deepseek-vl2", "deepseek_vl_v2", True),
     (r"gemma-4", "gemma4", False),
     (r"Llama-4", "llama4", False),
-    (r"GLM-4\.6V-Flash", "glm46v", False),
-    (r"GLM-4\.6V", "glm4v_moe", False),
     (r"MiniCPM-V-4\.6", "minicpmv4_6", False),
-    (r"PaddleOCR-VL", "paddleocr_vl", False),
     (r"HunyuanOCR", "hunyuan_vl", False),
 )
 ROWS = (  # columns of rows, by the names of data
@@ -102,7 +106,7 @@ def model_for(name: str, folder: Path, program: str, seed: int = 0) -> str:
     from benchmarks.tiny.architectures import save
 
     if (found := _first(CONFIGURED, name)) is not None:
-        return _configured(found, folder)
+        return _with_twin(found, name, folder, program) if found[1] == OWN_CODE else _configured(found, folder)
     if (found := _first(SEEING, name)) is not None:
         return _seeing(found[1], name, folder, program, seed)
     architecture = architecture_of(name)
@@ -139,16 +143,41 @@ def _seeing(kind: str, name: str, folder: Path, program: str, seed: int) -> str:
     target = folder / f"{kind}_{program}_{layers}_{seed}"
     if not target.is_dir():
         fields: dict[str, Any] = {"max_position_embeddings": 131072}
-        if program == "megatron":
+        if program == "megatron" and kind.startswith("qwen"):
             rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 8]}
             fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": layers, "head_dim": 32}
             fields |= {"vocab_size": 320, "hidden_size": 256, "rope_parameters": rotary}
             fields |= {"num_experts": 8} if kind.endswith("_moe") else {}
         if program == "megatron" and kind in DELTA:
             fields |= {"linear_num_key_heads": 8, "linear_num_value_heads": 8}
+            fields |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # as vLLM has them on a CPU
             kinds = ["full_attention" if (layer + 1) % 4 == 0 else "linear_attention" for layer in range(layers)]
-            fields |= {"layer_types": kinds, "rope_parameters": rotary | {"partial_rotary_factor": 1.0}}
+            fields |= {
+                "layer_types": kinds,
+                "rope_parameters": rotary | {"partial_rotary_factor": 1.0, "mrope_interleaved": True},
+            }
         save_vision(target, kind, seed, **fields)
+    return str(target)
+
+
+def _with_twin(found: tuple[Any, ...], name: str, folder: Path, program: str) -> str:
+    """A folder of InternVL's own code; beside it, under the name with its ending, a tiny model where the hub has it."""
+    target = folder / name.rpartition("/")[2]
+    if target.is_dir():
+        return str(target)
+    shutil.copytree(_configured(found, folder), target)
+    ending = next((ending for pattern, ending in ENDINGS if re.fullmatch(pattern, target.name)), None)
+    if ending is not None:
+        from benchmarks.tiny.vision import save_vision
+
+        kind = "qwen3_moe" if re.search(r"A\d+B", name) else "qwen3" if "3_5" in name else "qwen2"
+        layers = next((depth for pattern, depth in DEPTHS if re.search(pattern, name)), 8)
+        fields: dict[str, Any] = {"model_type": kind, "max_position_embeddings": 131072, "num_hidden_layers": layers}
+        if program == "megatron":
+            fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32, "hidden_size": 256}
+        if kind == "qwen3_moe":
+            fields |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        save_vision(f"{target}{ending}", "internvl", **fields)
     return str(target)
 
 

@@ -5,8 +5,9 @@
 
 The YAML of ours gives the model, the data, the reward and the sizes of a step, and nothing else. GSM8K: 32 problems x
 16 completions of at most 256 tokens, one optimizer step per generation. A shape: 64 prompts x 8 completions of 512
-tokens, which hardly ever stop. ``--sides``: ours and trl, each with further keys of its own where you like, such as
-``ours:rollout_engine=vllm`` or ``trl:gradient_checkpointing=false``. ``--tiny`` tries it all on a CPU.
+tokens, which hardly ever stop. ``--sides``: ours and trl, and with ``--model`` also swift and verl (``peers.py``). Each
+takes further keys of its own, such as ``ours:rollout_engine=vllm``, ``trl:gradient_checkpointing=false``,
+``swift:vllm_max_num_seqs=512`` or ``verl:actor_rollout_ref.rollout.max_num_seqs=512``. ``--tiny`` tries it on a CPU.
 
 Medians leave the first two steps out. ``first step`` is the time from the start of the process to the end of its first
 step; ``peak`` is the most that the process had of the GPU. ``generate`` of TRL holds the transfer of weights. Results
@@ -23,8 +24,9 @@ from typing import Any
 
 import yaml
 
+from benchmarks.real import peers
 from benchmarks.real.gsm8k import prepared_model, problems, write_numbers, write_prompts
-from benchmarks.real.sides import by_step, card, chosen, median, model_of, options_of, report, run_sides, write
+from benchmarks.real.sides import by_step, card, chosen, median, model_of, options_of, parsed, report, run_sides, write
 
 REAL = {"prompts": 32, "generations": 16, "length": 256, "steps": 20, "micro": 32}
 SHAPE = {"prompts": 64, "generations": 8, "length": 512, "steps": 6, "micro": 16}
@@ -54,9 +56,13 @@ def trl(asked: dict[str, Any]) -> tuple[list[str], Path]:
     return [sys.executable, "-m", "benchmarks.real.trl_side", "grpo", told], Path(asked["steps_file"])
 
 
+SIDES = {"ours": ours, "trl": trl, "swift": peers.swift, "verl": peers.verl}
+
+
 def in_words(found: dict[str, Any], rows: int) -> dict[str, Any]:
     """The steps under one set of names, whoever wrote them."""
     names = {"step_time": "seconds", "time/generate": "generate", "time/update": "update"}
+    found["steps"] = [peers.step_of_verl(step["data"]) if "data" in step else step for step in found["steps"]]
     for step in found["steps"]:
         for theirs, name in names.items():
             if theirs in step:
@@ -81,6 +87,9 @@ COLUMNS = {
 def main() -> None:
     options = options_of(__doc__, REAL, limit_s=245)
     sizes = chosen(options, TINY if options.tiny else SHAPE if options.model is None else REAL)
+    for side in options.sides:
+        if options.model is None and parsed(side)[0] in ("swift", "verl"):
+            raise SystemExit(f"--sides {side}: ms-swift and verl are measured with a real model; name it with --model")
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
         top = Path(name)
@@ -92,7 +101,7 @@ def main() -> None:
         rows = sizes["prompts"] * sizes["generations"]
         asked = {"model": model, "data": str(data), "rows": rows, **sizes}
         asked["rewards"] = "benchmarks.gpu.rewards.even" if options.model is None else "exact_answer"
-        for side, found in run_sides(options, top, {"ours": ours, "trl": trl}, asked):
+        for side, found in run_sides(options, top, SIDES, asked):
             results[side] = in_words(found, rows)
             write("real_grpo", vars(options), results)
             told = {key: f"{median(results[side], key):.3f}" for key in ("seconds", "generate", "update")}

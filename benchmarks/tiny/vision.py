@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -138,7 +139,8 @@ def _qwen3_vl(folder: Path, **text: Any) -> tuple[Any, Any]:
 
 def _qwen3_vl_moe(folder: Path, **text: Any) -> tuple[Any, Any]:
     vision = {"depth": 3, "intermediate_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-    return _qwen(folder, "Qwen3VLMoe", "Qwen3VL", {"head_dim": 8} | EXPERTS | text, vision)
+    experts = EXPERTS | {"norm_topk_prob": True}  # which vLLM looks for
+    return _qwen(folder, "Qwen3VLMoe", "Qwen3VL", {"head_dim": 8} | experts | text, vision)
 
 
 def _qwen3_5(folder: Path, **text: Any) -> tuple[Any, Any]:
@@ -150,6 +152,45 @@ def _qwen3_5_moe(folder: Path, **text: Any) -> tuple[Any, Any]:
     vision = {"intermediate_size": 24, "num_position_embeddings": 16}
     experts = EXPERTS | {"shared_expert_intermediate_size": 24}
     return _qwen(folder, "Qwen3_5Moe", "Qwen3VL", DELTA | experts | text, vision)
+
+
+OMNI = [*QWEN, "<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>"]
+NAMES = {  # by which their processors ask for tokens
+    **dict(zip(("vision_bos_token", "vision_eos_token", "image_token", "video_token"), QWEN, strict=True)),
+    **dict(zip(("audio_bos_token", "audio_eos_token", "audio_token"), OMNI[len(QWEN) :], strict=True)),
+}
+
+
+def _omni(folder: Path, kind: str, text: dict[str, Any], vision: dict[str, Any]) -> tuple[Any, Any]:
+    """A model that also hears, without the part that speaks."""
+    tokenizer = _tokenizer(OMNI, QWEN_PLACE, **NAMES)
+    _qwen_processor(folder, tokenizer, 4, f"{kind}Processor")
+    text = TEXT | {"rope_parameters": MROPE, "vocab_size": len(tokenizer), "dtype": "float32"} | text
+    sizes = {"depth": 2, "hidden_size": 16, "num_heads": 2, "out_hidden_size": text["hidden_size"], "patch_size": 4}
+    sizes |= {"spatial_merge_size": 2, "initializer_range": 0.1, "intermediate_size": 24}
+    hearing = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+    hearing |= {"num_mel_bins": 8, "output_dim": text["hidden_size"], "max_source_positions": 100}
+    thinker = getattr(transformers, f"{kind}ThinkerConfig")(
+        text_config=text,
+        vision_config=sizes | vision,
+        audio_config=hearing,
+        **_ids(tokenizer, image_token_id=QWEN[2], video_token_id=QWEN[3], audio_token_id=OMNI[-1]),
+        **_ids(tokenizer, vision_start_token_id=QWEN[0], vision_end_token_id=QWEN[1]),
+        **_ids(tokenizer, audio_start_token_id=OMNI[-3], audio_end_token_id=OMNI[-2]),
+        tie_word_embeddings=False,
+    )
+    return getattr(transformers, f"{kind}Config")(
+        thinker_config=thinker.to_dict(), enable_audio_output=False
+    ), tokenizer
+
+
+def _qwen2_5_omni(folder: Path, **text: Any) -> tuple[Any, Any]:
+    return _omni(folder, "Qwen2_5Omni", text, {"window_size": 16, "fullatt_block_indexes": [1]})
+
+
+def _qwen3_omni_moe(folder: Path, **text: Any) -> tuple[Any, Any]:
+    vision = {"depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    return _omni(folder, "Qwen3OmniMoe", {"head_dim": 8} | EXPERTS | text, vision)
 
 
 def _siglip(**fields: Any) -> dict[str, Any]:
@@ -198,7 +239,7 @@ def _smolvlm(folder: Path) -> tuple[Any, Any]:
     return config, tokenizer
 
 
-def _internvl(folder: Path) -> tuple[Any, Any]:
+def _internvl(folder: Path, **text: Any) -> tuple[Any, Any]:
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
     tokens = ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
@@ -207,9 +248,10 @@ def _internvl(folder: Path) -> tuple[Any, Any]:
     sizes = {"size": {"height": 16, "width": 16}, "crop_to_patches": True, "max_patches": 3}
     GotOcr2ImageProcessorPil(**sizes).save_pretrained(folder)
     _processor_config(folder, "InternVLProcessor", image_seq_length=4)
-    vision = _siglip(image_size=[16, 16], patch_size=[4, 4], projection_dropout=0.0, use_mean_pooling=False)
+    vision = _siglip(image_size=[16, 16], patch_size=[4, 4], use_mean_pooling=False)
+    vision |= {"projection_dropout": 0.0, "hidden_dropout_prob": 0.1}
     config = transformers.InternVLConfig(
-        text_config=TEXT | {"model_type": "qwen2", "vocab_size": len(tokenizer), "dtype": "float32"},
+        text_config=TEXT | {"model_type": "qwen2", "vocab_size": len(tokenizer), "dtype": "float32"} | text,
         vision_config=vision | {"model_type": "internvl_vision"},
         image_seq_length=4,
         downsample_ratio=0.5,
@@ -240,6 +282,65 @@ def _llava_onevision(folder: Path) -> tuple[Any, Any]:
     return config, tokenizer
 
 
+def _patches(folder: Path, kind: str, processor: str, tokens: Sequence[str], **fields: Any) -> Any:
+    """The tokenizer, beside an image processor that cuts pictures into patches as Qwen2-VL's does.
+
+    ``tokens``: around and of a picture; ``kind``: of the module of transformers that has the image processor.
+    """
+    module = importlib.import_module(f"transformers.models.{kind}.image_processing_pil_{kind}")
+    name = f"{processor}ImageProcessorPil"
+    sizes = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 8 * 8, "longest_edge": 40 * 40}}
+    getattr(module, name)(**sizes, **fields).save_pretrained(folder)
+    _processor_config(folder, f"{processor}Processor")
+    start, of_picture, end = tokens[:3]
+    return _tokenizer(tokens, start + of_picture + end, image_token=of_picture, image_start_token=start)
+
+
+GLM = ["<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>"]
+
+
+def _glm(folder: Path, kind: str, processor: str, text: dict[str, Any]) -> tuple[Any, Any]:
+    """Both of GLM-4.6V: the dense one and the mixture."""
+    tokenizer = _patches(folder, processor.lower(), processor, GLM, temporal_patch_size=2)
+    sizes = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32}
+    sizes |= {"patch_size": 4, "spatial_merge_size": 2, "image_size": 32, "initializer_range": 0.1}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=TEXT | {"vocab_size": len(tokenizer), "rope_parameters": rope, "dtype": "float32"} | text,
+        vision_config=sizes,
+        **_ids(tokenizer, image_token_id=GLM[1], video_token_id=GLM[3]),
+        **_ids(tokenizer, image_start_token_id=GLM[0], image_end_token_id=GLM[2]),
+        **_ids(tokenizer, video_start_token_id=GLM[4], video_end_token_id=GLM[5]),
+        tie_word_embeddings=False,
+    )
+    return config, tokenizer
+
+
+def _glm46v(folder: Path, **text: Any) -> tuple[Any, Any]:
+    return _glm(folder, "Glm46V", "Glm46V", text)
+
+
+def _glm4v_moe(folder: Path, **text: Any) -> tuple[Any, Any]:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1}
+    return _glm(folder, "Glm4vMoe", "Glm4v", experts | {"first_k_dense_replace": 1, "head_dim": 8} | text)
+
+
+def _paddleocr_vl(folder: Path, **text: Any) -> tuple[Any, Any]:
+    tokens = ["<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>", "<|video_pad|>"]
+    tokenizer = _patches(folder, "paddleocr_vl", "PaddleOCRVL", tokens)
+    vision = {"patch_size": 4, "image_size": 16, "spatial_merge_size": 2}
+    config = transformers.PaddleOCRVLConfig(
+        text_config=TEXT
+        | {"vocab_size": len(tokenizer), "rope_parameters": MROPE, "head_dim": 8, "dtype": "float32"}
+        | text,
+        vision_config=_siglip(**vision),
+        **_ids(tokenizer, image_token_id=tokens[1], video_token_id=tokens[3]),
+        **_ids(tokenizer, vision_start_token_id=tokens[0], vision_end_token_id=tokens[2]),
+        tie_word_embeddings=False,
+    )
+    return config, tokenizer
+
+
 MODELS: dict[str, Callable[..., tuple[Any, Any]]] = {  # tested with pictures
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
@@ -255,13 +356,36 @@ FURTHER: dict[str, Callable[..., tuple[Any, Any]]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_5_moe": _qwen3_5_moe,
+    "glm46v": _glm46v,
+    "glm4v_moe": _glm4v_moe,
+    "paddleocr_vl": _paddleocr_vl,
+    "qwen2_5_omni": _qwen2_5_omni,
+    "qwen3_omni_moe": _qwen3_omni_moe,
+}
+
+
+def _mrope(*section: int, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {**MROPE, "mrope_section": list(section), **fields}}
+
+
+# Fields by which vLLM runs a model of Qwen's families on a CPU: heads of at least 32 numbers, of delta layers 128
+IN_VLLM: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"hidden_size": 128, **_mrope(4, 6, 6)},
+    "qwen2_5_vl": {"hidden_size": 128, **_mrope(4, 6, 6)},
+    "qwen3_vl": {"head_dim": 32, **_mrope(6, 5, 5, mrope_interleaved=True)},
+    "qwen3_5": {
+        "head_dim": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        **_mrope(6, 5, 5, mrope_interleaved=True, partial_rotary_factor=1.0),
+    },
 }
 
 
 def save_vision(folder: str | Path, name: str = "qwen2_5_vl", seed: int = 0, **text: Any) -> str:
     """Writes a random model of ``MODELS`` or ``FURTHER`` in float32, its tokenizer and its processor; the folder.
 
-    ``text``: fields of the language model of Qwen's families.
+    ``text``: fields of the language model of Qwen's families, InternVL, GLM-4.6V and PaddleOCR-VL.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -269,7 +393,7 @@ def save_vision(folder: str | Path, name: str = "qwen2_5_vl", seed: int = 0, **t
     tokenizer.save_pretrained(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        model = transformers.AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
         for weight in model.parameters():  # also those that would begin as zeros or ones
             if weight.dim() < 2 or float(weight.detach().std()) == 0.0:
                 weight.data += 0.1 * torch.randn_like(weight)

@@ -179,7 +179,7 @@ def receive(
             link.lines.send({"op": "free"})
         receipt = tally.receipt()
         if receipt.checksum != message["checksum"]:
-            raise ChannelError(f"{link.where()}: the buckets that came are not those that were sent.")
+            raise ChannelError(f"{link.where()}: other buckets came than were sent.")
         link.lines.send({"op": "done"})
         link.last_tensor = None
         return receipt
@@ -206,9 +206,7 @@ def _hand_out(
             "its bytes changed on the way. Try another transport=... to find out where."
         )
     if not hmac.compare_digest(str(message.get("code")), str(link.payload_code(data))):
-        raise ChannelError(
-            f"{link.where()}: a bucket's bytes are not those that the sender sent. Somebody changed them."
-        )
+        raise ChannelError(f"{link.where()}: a bucket has other bytes than the sender sent. Somebody changed them.")
     tally.add(message, pieces)
     for piece in pieces:
         tensor = reader.read(piece, data)

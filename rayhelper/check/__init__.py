@@ -1,4 +1,4 @@
-"""Static findings about a decorated class: ``python -m rayhelper check module:Class``.
+"""Static findings about a decorated class: ``rayhelper check module:Class``.
 
 checker.py       loads the class and prints; the list of rules
 reading/         a class as its source shows it: the file around it, its objects and parts, what a method touches

@@ -59,7 +59,7 @@ def calls_while_constructing(flow: Flow) -> Iterator[Finding]:
                     call.node,
                     "skipped-in-construction",
                     f"{flow.title(call.target)} belongs to role {call.settings.role!r} and is called while the class "
-                    f"is constructed, in {flow.title(method)}, which runs on the driver alone: it is skipped there, "
+                    f"is constructed, in {flow.title(method)}, which runs only on the driver: it is skipped there, "
                     "and so runs nowhere. Call it in __init__ itself, or after construction.",
                 )
 

@@ -1,4 +1,4 @@
-"""Findings about a decorated class, read from its source: ``python -m rayhelper check module:Class``.
+"""Findings about a decorated class, read from its source: ``rayhelper check module:Class``.
 
     module:Class  ->  Lineage  ->  Objects  ->  Flow  ->  rules  ->  file:line: rule: message
 

@@ -43,7 +43,7 @@ def parts_built_alike(flow: Flow) -> Iterator[Finding]:
         if role is not None:
             who = "the driver" if role == DRIVER else f"the workers of role {role!r}"
             why = (
-                f"is built in {flow.title(part.frame.method)}, which runs on {who} alone while the class is constructed"
+                f"is built in {flow.title(part.frame.method)}, which runs only on {who} while the class is constructed"
             )
         elif _differs(flow, part):
             why = "is built under a condition that is not the same in every process"

@@ -64,9 +64,9 @@ def _check_ranks(
             shared.setdefault(taken[rank], rank)
     for other, rank in shared.items():
         mistakes.note(
-            f"rank {rank} is in two groups, {other!r} and {group.name!r}. Give them ranks that do not "
-            "overlap, host the roles of both in one group's workers, or, for processes of its own on the same devices, "
-            f"write `{SHARE_KEY}: {other}` in {group.name!r}."
+            f"rank {rank} is in two groups, {other!r} and {group.name!r}. Give them ranks that do not overlap, or "
+            "host both roles in the workers of one group. For separate processes on the same devices write "
+            f"`{SHARE_KEY}: {other}` in {group.name!r}."
         )
     if nproc_per_node is None:
         return

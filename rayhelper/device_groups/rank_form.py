@@ -98,7 +98,7 @@ def _ranks(where: str, value: Any) -> int | tuple[int, ...]:
     ranks = ranks[: MAX_RANKS + 1]  # the length of a larger range need not be a machine integer
     if not 0 < len(ranks) <= MAX_RANKS:
         held = "no index" if not ranks else f"more than {MAX_RANKS:,} indices"
-        raise ConfigError(f"{where} holds {held}. Write those that the group uses, or remove the group.")
+        raise ConfigError(f"{where} holds {held}. Write the ranks that the group uses, or remove the group.")
     for rank in ranks:
         if type(rank) is not int or rank < 0:
             raise ConfigError(f"{where} holds {shown(rank)}. Indices are whole numbers from 0 on: write [0, 1].")

@@ -64,13 +64,13 @@ def shared_ranks(group: DeviceGroup, host: DeviceGroup) -> tuple[int, ...]:
         raise ConfigError(f"{pair}, but asks for {_text(group)} and not for {_text(host)}. Leave its size out.")
     if host.ranks is None:
         raise ConfigError(
-            f"{pair}, which has CPUs, and those are shared in any case. Write how many workers it has, and remove "
+            f"{pair}, which has CPUs, and CPUs are always shared. Write how many workers it has, and remove "
             f"{SHARE_KEY}."
         )
     if host.gpus_per_worker > 1:
         raise ConfigError(
-            f"{pair}, whose workers have {host.gpus_per_worker} {host.device} each (gpus_per_worker), and Ray gives "
-            "parts of one device alone. Leave gpus_per_worker out."
+            f"{pair}, whose workers have {host.gpus_per_worker} {host.device} each (gpus_per_worker), but Ray can "
+            "divide only one device per worker. Leave gpus_per_worker out."
         )
     if group.ranks not in (None, host.ranks):
         raise ConfigError(

@@ -158,9 +158,10 @@ def _places(
         if k not in places:
             asked = " and ".join(f"{count} {device}" for device, count in asked_of[k].items())
             raise PlacementError(
-                f"the cluster cannot hold the device groups: no node is left with {asked} free, which node {k} of the "
+                f"the cluster cannot hold the device groups. No node is left with {asked} free, which node {k} of "
+                "the "
                 f"configuration needs.\n{_asked_table(groups, layout)}\n{_free_table(nodes)}\n"
-                "Ask for fewer or for other nproc_per_node, add nodes, or free what other jobs hold."
+                "Ask for fewer or for other nproc_per_node, add nodes, or end other jobs."
             )
     return places
 

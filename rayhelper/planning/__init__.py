@@ -1,4 +1,4 @@
-"""The dry run behind ``python -m rayhelper plan``: what a configuration would ask of a cluster, without one.
+"""The dry run behind ``rayhelper plan``: what a configuration would ask of a cluster, without one.
 
 plan_report.py     the subcommand, its text and its JSON
 dry_run.py         groups on nodes, and every mistake with its remedy

@@ -104,6 +104,8 @@ class ModelShape:
 
     @classmethod
     def _of_mapping(cls, config: Mapping[str, Any], where: str) -> ModelShape:
+        thinker = config.get("thinker_config")  # of a model that also speaks
+        config = thinker if isinstance(thinker, Mapping) else config
         text = config.get("text_config")
         config = text if isinstance(text, Mapping) else config  # of a model that also sees
         kind = str(config.get("model_type", "llama"))

@@ -1,6 +1,6 @@
-"""``python -m rayhelper plan``: what a configuration would ask of a cluster, as text or JSON.
+"""``rayhelper plan``: what a configuration would ask of a cluster, as text or JSON.
 
-    python -m rayhelper plan --config x.yaml [--nodes N --gpus-per-node M]
+    rayhelper plan --config x.yaml [--nodes N --gpus-per-node M]
 
 No Ray, no torch, no GPU: it starts in a fraction of a second, also for a hundred thousand GPUs. What stands in the plan
 is found by ``dry_run.py``; here it is written down, short enough to read: ranks and nodes in runs.
@@ -37,7 +37,7 @@ def plan(
     """Prints what a configuration would ask of a cluster; 0: it can run, 1: it breaks rules, 2: it cannot be read.
 
     Args:
-        config: YAML or JSON file: a trainer's whole configuration, or device groups alone.
+        config: YAML or JSON file: a trainer's whole configuration, or only device groups.
         nodes: of the cluster; null: nnodes of the configuration, or as many as it needs.
         gpus_per_node: accelerators of a node; null: nproc_per_node of the configuration, or 8.
         model: folder or config.json of the model, or its sizes as a mapping.

@@ -181,8 +181,8 @@ def _plan_vllm(place: Place) -> RolePlan:
         memory = RoleMemory(place.role, terms, _offloads(settings), generates=True)
         if not cache:
             mistakes.note(
-                f"the engine of {place.where} has {share:g} of a GPU of {place.run.gpu_bytes / GIB:g} GiB, and its "
-                f"weights alone take {weights / GIB:.1f} GiB. Raise {UTILIZATION_KEY} or {VLLM_KEY}."
+                f"the engine of {place.where} has {share:g} of a GPU of {place.run.gpu_bytes / GIB:g} GiB, and "
+                f"its weights by themselves take {weights / GIB:.1f} GiB. Raise {UTILIZATION_KEY} or {VLLM_KEY}."
             )
     return RolePlan(place.role, "generate", sizes, "vllm", tensor, tokens, shape, memory, unknown)
 
@@ -269,7 +269,7 @@ def _work(place: Place, sizes: ParallelSizes) -> Work:
 
 
 def _kept_share(place: Place) -> float:
-    if not place.settings.get("torch_compile"):
+    if place.settings.get("torch_compile") is not True:
         return 1.0
     share = _number(place, "activation_memory_budget", lambda value: 0 <= value <= 1, "lie in [0, 1]")
     return 1.0 if share is None else share

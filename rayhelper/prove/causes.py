@@ -236,11 +236,12 @@ def _of_another_role(case: Case) -> Iterator[Cause]:
     one, other = case.here[-1].workers, case.there[-1].workers
     if not case.is_apart or not one or not other:
         return
+    here, there = one[_at(case.here[-1], case.rank)].state, other[_at(case.there[-1], case.rank)].state
     names = [
         f"{owner}.{attribute}"
-        for owner, held in one[0].state.items()
+        for owner, held in here.items()
         for attribute, value in held.items()
-        if attribute in other[0].state.get(owner, {}) and value.unlike(other[0].state[owner][attribute])
+        if attribute in there.get(owner, {}) and value.unlike(there[owner][attribute])
     ]
     if names:
         yield Cause(

@@ -1,4 +1,4 @@
-"""``python -m rayhelper prove module:Class``: runs the class in every runtime and prints what differs."""
+"""``rayhelper prove module:Class``: runs the class in every runtime and prints what differs."""
 
 from __future__ import annotations
 

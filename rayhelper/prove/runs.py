@@ -5,6 +5,7 @@
     two workers             in this process, one after the other
     two workers on Ray      in processes of their own
     roles apart             each role on a worker of its own, or as the configuration's device groups place roles
+    two workers per role    the same with two workers, of roles that meet in no collectives
     two under torchrun      in two processes that are started for it
 
 Where workers meet in collectives, which takes processes, one worker on Ray stands in for two in this process. Runs of
@@ -37,7 +38,9 @@ from rayhelper.worker.random_streams import RandomState
 
 TORCHRUN = "two processes of torchrun"
 APART = "roles apart"
+TWO_APART = "two workers per role"
 TOLERANCE = 1e-4  # between one worker and two
+_NAME_OF_GROUP = "workers_"  # and a number
 _ENTRIES = ("train", "run", "fit", "main")  # methods that are looked for, in order
 _PLACEMENT_KEYS = ("use_ray", "device_groups", "ray_address", "colocate_groups")
 
@@ -112,9 +115,16 @@ def proof_of(
             raise run.error  # there is nothing to compare with
         if isinstance(run.error, ProcessesNeededError):
             if (not ray and not with_torchrun) or name == APART:
-                left_out[name] = "its workers meet in collectives, for which they need processes of their own"
+                left_out[name] = _MEET
         else:
             runs[name] = run
+    alike = True
+    if len(apart) > 1:
+        run, alike = _two_apart(program, apart, began_with)
+        if isinstance(run.error, ProcessesNeededError):
+            left_out[TWO_APART] = _MEET
+        else:
+            runs[TWO_APART] = run
     began_with.restore()
     if under_torchrun is not None:
         try:
@@ -130,8 +140,9 @@ def proof_of(
         return observer.evidence
 
     found: list[Difference] = []
-    for one, other, tolerance in _pairs(runs):
-        found += differences((one, other), runs[one], runs[other], tolerance, watch, is_apart=other == APART)
+    for one, other, tolerance in _pairs(runs, alike=alike):
+        is_apart = other in (APART, TWO_APART)
+        found += differences((one, other), runs[one], runs[other], tolerance, watch, is_apart=is_apart)
     began_with.restore()
     return Proof(found, tuple(runs), left_out)
 
@@ -154,33 +165,65 @@ _PAIRS = (  # the second of a pair is compared with the first, by this tolerance
     ("two workers on Ray", TORCHRUN, 0.0),  # where two workers need processes
     ("one worker, strict", TORCHRUN, TOLERANCE),
     ("one worker, strict", APART, 0.0),
+    ("two workers", TWO_APART, 0.0),  # where each role has two
+    ("one worker, strict", TWO_APART, TOLERANCE),
 )
+_MEET = "its workers meet in collectives, for which they need processes of their own"
 
 
-def _pairs(runs: Collection[str]) -> list[tuple[str, str, float]]:
-    """The pairs that are compared. The run under torchrun is compared with one other run."""
+def _pairs(runs: Collection[str], *, alike: bool) -> list[tuple[str, str, float]]:
+    """The pairs that are compared. The runs under torchrun, and with two workers per role, have one pair each.
+
+    ``alike``: every role has two workers there.
+    """
     pairs = [pair for pair in _PAIRS if pair[0] in runs and pair[1] in runs]
-    under_torchrun = [pair for pair in pairs if pair[1] == TORCHRUN]
-    return [pair for pair in pairs if pair not in under_torchrun[1:]]
+    if not alike:
+        pairs = [pair for pair in pairs if pair[:2] != ("two workers", TWO_APART)]
+    once = (pair for name in (TORCHRUN, TWO_APART) for pair in [one for one in pairs if one[1] == name][1:])
+    left = set(once)
+    return [pair for pair in pairs if pair not in left]
+
+
+def _two_apart(
+    program: Callable[[], Any], groups: Sequence[Collection[str]], began_with: RandomState
+) -> tuple[Ended, bool]:
+    """The run of two workers per group of roles, and whether each group has two: one whose workers meet has one.
+
+    The error of the run is ProcessesNeededError if all have one.
+    """
+    workers = [2] * len(groups)
+    while True:
+        began_with.restore()
+        run = watched(program, groups, workers, {"runtime": "inprocess"})
+        if not isinstance(run.error, ProcessesNeededError):
+            return run, min(workers) == 2
+        workers[int(run.error.group.removeprefix(_NAME_OF_GROUP))] = 1
+        if max(workers) == 1:
+            return run, False
 
 
 def watched(
     program: Callable[[], Any],
     groups: Sequence[Collection[str]],
-    workers: int,
+    workers: int | Sequence[int],
     options: dict[str, Any],
     observer: Observer | None = None,
 ) -> Ended:
     """A run of so many workers per group of roles; 0: with Ray off, which an ``observer`` may watch."""
-    watcher = Watcher(max(1, workers), observer)
+    counts = [workers] * len(groups) if isinstance(workers, int) else workers
+    sizes = {role: count for roles, count in zip(groups, counts, strict=True) for role in roles if count}
+    watcher = Watcher(sizes, observer)
     ended: Exception | None = None
     if state.active is not None:
         raise RayHelperError("prove makes sessions of its own. Call it outside of RayHelper.session, after teardown.")
     if workers:
-        names = [f"workers_{k}" if len(groups) > 1 else "workers" for k in range(len(groups))]
-        each = {"device": "CPU", "ranks": workers}
+        names = [f"{_NAME_OF_GROUP}{k}" if len(groups) > 1 else "workers" for k in range(len(groups))]
         RayHelper.initialize(
-            {name: {**each, "workers": list(roles)} for name, roles in zip(names, groups, strict=True)}, **options
+            {
+                name: {"device": "CPU", "ranks": count, "workers": list(roles)}
+                for name, roles, count in zip(names, groups, counts, strict=True)
+            },
+            **options,
         )
         runtime: Any = state.active
         runtime.watcher = watcher

@@ -53,9 +53,9 @@ class Seen:
 
 
 class Watcher:
-    """What one run of so many workers came to. ``observer``: of one of its calls."""
+    """What one run came to. ``num_workers``: that each role has. ``observer``: of one of its calls."""
 
-    def __init__(self, num_workers: int, observer: Observer | None = None) -> None:
+    def __init__(self, num_workers: Mapping[str, int], observer: Observer | None = None) -> None:
         self.num_workers = num_workers
         self.seen: list[Seen] = []
         self.num_awaited = 0  # calls that are in flight
@@ -142,7 +142,8 @@ class Watcher:
     ) -> Seen:
         given = {name: _given(value) for name, value in named_arguments(method, args, kwargs).items()}
         seen = Seen(title, method.__name__, {name: held_of(value) for name, value in given.items()})
-        seen.relative = {name: held_of(self._relative(value)) for name, value in given.items()}
+        seen.num_workers = self.num_workers.get(method.role, 1)
+        seen.relative = {name: held_of(_relative(value, seen.num_workers)) for name, value in given.items()}
         collect = method.collect if isinstance(method.collect, str) else "a function"
         seen.collect = "first" if method.execute == "first" else collect
         seen.divides = method.dispatch != "all"
@@ -159,16 +160,16 @@ class Watcher:
 
     def _ended(self, seen: Seen, value: Any, is_off: bool) -> None:
         seen.value = held_of([value] if is_off and not seen.is_collected else value)
-        seen.relative["value"] = held_of(self._relative(value))
-        seen.num_workers = 1 if is_off else self.num_workers
+        seen.relative["value"] = held_of(_relative(value, seen.num_workers))
         seen.random = random_digests()
         self._observed()
 
-    def _relative(self, value: Any) -> Any:
-        """The value, with words in place of whole numbers that are the number of workers."""
-        if type(value) is tuple:
-            return tuple(map(self._relative, value))
-        return "the number of workers" if type(value) is int and value == self.num_workers else value
+
+def _relative(value: Any, num_workers: int) -> Any:
+    """The value, with words in place of whole numbers that are the number of workers."""
+    if type(value) is tuple:
+        return tuple(_relative(one, num_workers) for one in value)
+    return "the number of workers" if type(value) is int and value == num_workers else value
 
 
 def rank_of_error(error: BaseException) -> int | None:

@@ -62,7 +62,7 @@ class Future(Generic[R]):
             raise RoleError(
                 f"the Future of {self._pending.title} was asked in a process that was forked from the one that made it "
                 "(a DataLoader worker, a Process of multiprocessing). Only the process that made it reaches the "
-                "workers: call .result() there, before the fork, and give the child the value."
+                "workers. Call .result() there, before the fork, and give the child the value."
             )
         return self._pending
 

@@ -220,11 +220,7 @@ def invoke(method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwa
         placement = state.active.placement(method, target)
     route = placement.route(method)
     if route == "here":
-        call = placement.attending(method)
-        if call is None:
-            return placement.run(method, target, *_plain(args, kwargs))
-        with Watched(call):
-            return placement.run(method, target, *_plain(args, kwargs))
+        return _made_here(placement, placement.attending(method), method, target, *_plain(args, kwargs))
     if route == "skip":
         return None
     return placement.submit(method, target, args, kwargs).result()
@@ -280,7 +276,24 @@ def defer(method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwar
         return finished(lambda: None)
     plain_args, plain_kwargs = _plain(args, kwargs)
     call = _call_here(method, target, placement)
-    return finished(lambda: method.finished_call(target, plain_args, plain_kwargs, call))
+    if placement is None or method.flavour != "plain":
+        return finished(lambda: method.finished_call(target, plain_args, plain_kwargs, call))
+    return finished(lambda: _made_here(placement, call, method, target, plain_args, plain_kwargs))
+
+
+def _made_here(
+    placement: Placement,
+    call: Call | None,
+    method: RoleMethod[..., Any],
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """The value of a call that stays in this process. ``call`` looks after it, if it is not part of another call."""
+    if call is None:
+        return placement.run(method, target, args, kwargs)
+    with Watched(call):
+        return placement.run(method, target, args, kwargs)
 
 
 def _call_here(method: RoleMethod[..., Any], target: Any, placement: Placement | None) -> Call | None:

@@ -171,9 +171,9 @@ def check_same_parts(name: str, here: str, expected: Sequence[Record], built: Ma
             continue
         told = _difference(here, expected, who, records)
         raise RoleError(
-            f"the __init__ of {name} built other parts on {who} than on {here}: {told}. An __init__ runs on the driver "
-            "and on every worker, and must build the same parts everywhere: build them unconditionally, and not in a "
-            "method of a role."
+            f"the __init__ of {name} built other parts on {who} than on {here}: {told}. An __init__ runs on the "
+            "driver and on every worker, and must build the same parts everywhere. Build them unconditionally, "
+            "and not in a method of a role."
         )
 
 
@@ -244,8 +244,8 @@ def arrived(address: str, name: str) -> Any:
 def elsewhere(name: str, who: str) -> RoleError:
     """The error for an object that a process was given and does not have."""
     return RoleError(
-        f"{name} was passed to {who}, which does not have it: an object lives on the driver and on the workers of its "
-        "roles. Pass what it computed, or let one device group host both."
+        f"{name} was passed to {who}, which does not have it. An object lives on the driver and on the workers of "
+        "its roles. Pass its results, or let one device group host both."
     )
 
 
@@ -334,7 +334,7 @@ def _bound_to(value: Any, values: list[Any]) -> Any:
 
 def refuse_to_travel(placement: Any) -> Any:
     """What pickling a placement comes to, and so an object that has no address elsewhere. Raises RoleError."""
-    raise RoleError(f"{placement.identity.name} cannot be sent to another process; send what it computed instead")
+    raise RoleError(f"{placement.identity.name} cannot be sent to another process; send its results instead")
 
 
 def _attribute(whole: Any, part: Any) -> str:

@@ -1,4 +1,4 @@
-"""Runs of this user on this machine, and where their ranks are: ``python -m rayhelper stacks``.
+"""Runs of this user on this machine, and where their ranks are: ``rayhelper stacks``.
 
 A driver opens a door on loopback, and leaves the door's address and key in a file that its user alone can read. Whoever
 reads it asks the driver, which asks its workers: while the driver waits for a call, and while workers hang.

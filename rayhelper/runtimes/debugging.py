@@ -1,4 +1,4 @@
-"""Breakpoints of the runs of this user on this machine, and a debugger at one: ``python -m rayhelper debug``.
+"""Breakpoints of the runs of this user on this machine, and a debugger at one: ``rayhelper debug``.
 
 debug           -> the run's own door, found as ``rayhelper stacks`` finds it
 the driver      -> the door of the rank: ``Waiting``
@@ -79,7 +79,7 @@ def debug(choice: str | None, process: int | None) -> int:
     for number, name, told in found:
         run_of = f" --process {number}" if several else ""
         taken = "   has a debugger" if told["has_debugger"] else ""
-        print(f"{name}   for {told['for_s']:.0f} s   {told['where']}{taken}   python -m rayhelper debug {name}{run_of}")
+        print(f"{name}   for {told['for_s']:.0f} s   {told['where']}{taken}   rayhelper debug {name}{run_of}")
     if choice is not None:
         which = f"several runs have a {choice} that waits: name one, as above" if chosen else f"no {choice} waits"
         print(f"error: {which}", file=sys.stderr)
@@ -118,7 +118,7 @@ class Debugger:
             return self._talk()
         except (KeyboardInterrupt, EOFError):
             self._ask(leaves=True)
-            print(f"\nleft: {self.name} waits on. Attach again: python -m rayhelper debug {self.name}")
+            print(f"\nleft: {self.name} waits on. Attach again: rayhelper debug {self.name}")
             return 0
 
     def _talk(self) -> int:

@@ -350,7 +350,7 @@ def forked(what: str) -> RoleError:
     """The error for a call from a child process of the driver, which has no connection to the workers."""
     return RoleError(
         f"{what} was called in a process that was forked from the driver (a DataLoader worker, a Process of "
-        "multiprocessing). Only the driver itself reaches the workers: call it there, on what the child gives it."
+        "multiprocessing). Only the driver itself reaches the workers. Call it there, with the values of the child."
     )
 
 

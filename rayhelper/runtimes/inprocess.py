@@ -89,6 +89,8 @@ class InprocessCluster:
 class ProcessesNeededError(RoleError):
     """Workers want to meet in a collective, and run one after the other."""
 
+    group = ""  # whose workers they are
+
 
 class SimulatedWorker(WorkerRuntime):
     """What this process is while it runs a simulated worker's method."""
@@ -110,11 +112,13 @@ class SimulatedWorker(WorkerRuntime):
 
     def init_process_group(self, backend: str | None, timeout_s: float) -> None:
         if self.info.world_size > 1:
-            raise ProcessesNeededError(
+            error = ProcessesNeededError(
                 f"RayHelper.init_process_group was called on {self.describe()}: the {self.info.world_size} workers of "
                 "runtime='inprocess' run one after the other, and a collective needs them at once. Use torchrun or "
                 "Ray, or one worker a group."
             )
+            error.group = self.info.group
+            raise error
         super().init_process_group(backend, timeout_s)
 
 

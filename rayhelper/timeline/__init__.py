@@ -1,9 +1,10 @@
-"""Where the time of a traced run went: ``python -m rayhelper timeline trace.json [--html trace.html]``.
+"""Where the time of a traced run went: ``rayhelper timeline trace.json [--html trace.html]``.
 
 command.py     the subcommand
 summary.py     busy and idle time a role and rank; the table
 page.py        the HTML page, drawn by page.html
 trace.py       the file; recording.py: which moments of a call become its spans
+steps.py       marks of steps
 """
 
 from rayhelper.timeline.command import timeline

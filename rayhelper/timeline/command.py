@@ -1,4 +1,4 @@
-"""``python -m rayhelper timeline FILE [--html OUT.html]``."""
+"""``rayhelper timeline FILE [--html OUT.html]``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def timeline(file: str, html: str | None = None) -> int:
     except (ConfigError, OSError) as error:
         print(f"timeline: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     summary = summarise(spans, num_ranks(metadata))
     console.print(Text(printable(f"{file}: {headline(summary, metadata)}")))
     console.print(table(summary))

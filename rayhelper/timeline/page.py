@@ -14,7 +14,7 @@ from string import Template
 from typing import Any
 
 from rayhelper.timeline.summary import COLUMNS, Summary, headline, num_ranks, rows, summarise
-from rayhelper.timeline.trace import PHASES, Span
+from rayhelper.timeline.trace import PHASES, STEP, Span
 
 
 def html(spans: Iterable[Span], metadata: Mapping[str, Any]) -> str:
@@ -51,10 +51,12 @@ def _drawing(spans: Iterable[Span], summary: Summary) -> dict[str, Any]:
     usages = [usage for _, ranks in summary.roles for usage in ranks]
     ordered: dict[tuple[str, int | None], list[Span]] = {(usage.role, usage.rank): [] for usage in usages}
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
-        ordered[span.role, span.rank].append(span)
+        if span.phase != STEP:  # drawn across all lanes
+            ordered[span.role, span.rank].append(span)
     names = {method.name: None for total, _ in summary.roles for method in total.methods}
     names |= {span.name: None for lane in ordered.values() for span in lane}
     number = {name: index for index, name in enumerate(names)}
+    steps = [[span.name, span.start_ns - summary.start_ns, span.end_ns - span.start_ns] for span in summary.steps]
     phases = list(dict.fromkeys([*PHASES, *(span.phase for lane in ordered.values() for span in lane)]))
     columns: dict[str, list[int]] = {key: [] for key in ("name", "phase", "start", "length", "call", "bytes", "depth")}
     lanes = []
@@ -67,7 +69,8 @@ def _drawing(spans: Iterable[Span], summary: Summary) -> dict[str, Any]:
         columns["call"] += [span.call for span in lane]
         columns["bytes"] += [span.num_bytes for span in lane]
         columns["depth"] += _depths(lane)
-    return {"wall": summary.wall_ns, "lanes": lanes, "names": list(names), "phases": phases, "spans": columns}
+    told = {"wall": summary.wall_ns, "lanes": lanes, "names": list(names), "phases": phases, "steps": steps}
+    return {**told, "spans": columns}
 
 
 def _depths(lane: Sequence[Span]) -> list[int]:

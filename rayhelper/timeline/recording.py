@@ -53,8 +53,11 @@ class Recording:
         self.tracer.record(DRIVER, self.rank, phase, name, started_ns, time.time_ns(), call, num_bytes)
 
     def ran(self, name: str, role: str, rank: int, started_ns: int, call: int) -> None:
-        """A worker that lives in this process ran a method since ``started_ns``."""
-        self.tracer.record(role, rank, "run", name, started_ns, time.time_ns(), call, 0)
+        """A worker that lives in this process ran a method since ``started_ns``: the driver's code waited for it."""
+        ended_ns = time.time_ns()
+        self.tracer.record(role, rank, "run", name, started_ns, ended_ns, call, 0)
+        if role != DRIVER:
+            self.tracer.record(DRIVER, self.rank, "wait", name, started_ns, ended_ns, call, 0)
 
     def sent(self, task_id: Any, call: int, sent_ns: int) -> None:
         """A worker was asked to run a task for a call."""

@@ -1,4 +1,8 @@
-"""Where the time of a traced run went: busy and idle time of every role and rank, from the union of its intervals."""
+"""Where the time of a traced run went: busy and idle time of every role and rank, from the union of its intervals.
+
+Shares leave start-up out. They are of the time from the first marked step to the end of the last one. Without marks
+they begin when the first objects are constructed, and last until the trace ends.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from rayhelper.device_groups import DRIVER
-from rayhelper.timeline.trace import NO_CALL, PHASES, Span
+from rayhelper.timeline.trace import NO_CALL, PHASES, STEP, Span
 
 BUSY = frozenset({"run", "construct"})
-DRIVER_BUSY = BUSY | {"dispatch", "serialise", "collect"}  # while it waits for workers it is idle
+IN_CALLS = ("serialise", "collect", "dispatch", "wait", "construct", "run")  # of the driver: a moment is the first's
+OWN = "own code"  # of the driver: what is in no call. While it waits for workers it is idle
 TO_WORKERS = frozenset({"dispatch", "serialise", "construct"})  # the direction of a span's bytes; queue repeats them
 FROM_WORKERS = frozenset({"run", "collect", "wait"})
 
@@ -40,34 +45,37 @@ class Usage:
 
     role: str
     rank: int | None  # None: the role
+    startup_ns: int  # it was busy so long before the window, which all else is about
     num_calls: int
     busy_ns: int  # of the union of its intervals: what overlaps counts once
     idle_ns: int
-    share: float  # busy of the trace's wall time
+    share: float  # busy of the window
     gap_ns: int  # the longest time without work, before the first and after the last call included
     gap_start_ns: int  # when it began, since the start of the trace
     queue_ns: int  # while at least one call waited
     bytes_in: int
     bytes_out: int
-    phases: Mapping[str, int]  # ns of the union, by phase
+    phases: Mapping[str, int]  # ns of the union, by phase; of the driver they add up to the window
     methods: tuple[Method, ...]  # the longest first
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A trace in numbers. ``roles``: the driver first; of each, its own usage and that of its ranks."""
+    """A trace in numbers. ``roles``: the driver first; of each, its own usage and the usage of its ranks."""
 
     start_ns: int
     wall_ns: int
     num_spans: int
     roles: tuple[tuple[Usage, tuple[Usage, ...]], ...]
+    window: Interval = (0, 0)  # without start-up, and with marked steps without what follows the last one
+    steps: tuple[Span, ...] = ()  # in order
 
 
 def summarise(spans: Iterable[Span], num_ranks: Mapping[str, int] | None = None) -> Summary:
     """Busy and idle time, calls and bytes of every role and rank.
 
-    A worker is busy while it runs or constructs; the driver while it dispatches, serialises, collects or runs. The
-    bytes of a role are those of its own spans and of the driver's spans of its calls.
+    A worker is busy while it runs or constructs; the driver unless it waits for workers. The bytes of a role are those
+    of its own spans and of the driver's spans of its calls.
 
     Args:
         num_ranks: how many ranks a role has, for those that left no span.
@@ -80,14 +88,60 @@ def summarise(spans: Iterable[Span], num_ranks: Mapping[str, int] | None = None)
         lanes[span.role][span.rank].append(span._replace(end_ns=max(span.start_ns, span.end_ns)))
     everything = [span for ranks in lanes.values() for lane in ranks.values() for span in lane]
     start_ns = min((span.start_ns for span in everything), default=0)
-    window = start_ns, max((span.end_ns for span in everything), default=0)
-    carried = _carried(everything)
+    end_ns = max((span.end_ns for span in everything), default=0)
+    steps = _steps(everything)
+    window = _window(everything, steps, (start_ns, end_ns))
+    carried = _carried(_clipped(everything, window))
     roles = []
     for role in sorted(lanes, key=lambda role: (role != DRIVER, role)):
-        ranks = tuple(_usage(role, rank, lane, window) for rank, lane in sorted(lanes[role].items()))
-        num_calls = _num_calls(span for lane in lanes[role].values() for span in lane)
+        ranks = tuple(_usage(role, rank, lane, start_ns, window) for rank, lane in sorted(lanes[role].items()))
+        num_calls = _num_calls(_clipped([span for lane in lanes[role].values() for span in lane], window))
         roles.append((_total(ranks, num_calls, carried.get(role, (0, 0))), ranks))
-    return Summary(start_ns, window[1] - start_ns, len(everything), tuple(roles))
+    return Summary(start_ns, end_ns - start_ns, len(everything), tuple(roles), window, steps)
+
+
+def _steps(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The marked steps, in order. Under torchrun every process marks them: those of the first one."""
+    marked = [span for span in spans if span.phase == STEP]
+    first = min((span.rank for span in marked), default=0)
+    return tuple(sorted((span for span in marked if span.rank == first), key=lambda span: span.start_ns))
+
+
+def _window(spans: Sequence[Span], steps: Sequence[Span], whole: Interval) -> Interval:
+    """The moments that shares are of; the whole trace if there is nothing but start-up."""
+    if steps:
+        return steps[0].start_ns, max(span.end_ns for span in steps)
+    first_run = min((span.start_ns for span in spans if span.phase == "run"), default=whole[1])
+    built = [span.end_ns for span in spans if span.phase == "construct" and span.start_ns <= first_run]
+    begin_ns = max(built, default=whole[0])
+    return (begin_ns, whole[1]) if begin_ns < whole[1] else whole
+
+
+def _clipped(spans: Iterable[Span], window: Interval) -> list[Span]:
+    """What of the spans is in the window."""
+    begin_ns, end_ns = window
+    return [
+        span._replace(start_ns=max(span.start_ns, begin_ns), end_ns=min(span.end_ns, end_ns))
+        for span in spans
+        if begin_ns <= span.start_ns <= end_ns or span.start_ns < begin_ns < span.end_ns
+    ]
+
+
+def _without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """The moments of ``intervals`` that are not in ``others``; both are disjoint and in order."""
+    left, position = [], 0
+    for start, end in intervals:
+        while position < len(others) and others[position][1] <= start:
+            position += 1
+        following = position
+        while following < len(others) and others[following][0] < end:
+            if start < others[following][0]:
+                left.append((start, others[following][0]))
+            start = max(start, others[following][1])
+            following += 1
+        if start < end:
+            left.append((start, end))
+    return left
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -107,33 +161,51 @@ def num_ranks(metadata: Mapping[str, Any]) -> dict[str, int]:
     return {str(role): count for role, count in told.items() if type(count) is int} if isinstance(told, dict) else {}
 
 
-def _usage(role: str, rank: int, spans: Sequence[Span], window: Interval) -> Usage:
-    """What one rank did."""
-    busy_phases = DRIVER_BUSY if role == DRIVER else BUSY
-    busy = _union_of(span for span in spans if span.phase in busy_phases)
+def _usage(role: str, rank: int, recorded: Sequence[Span], start_ns: int, window: Interval) -> Usage:
+    """What one rank did in the window, and how long it was busy from ``start_ns`` until then."""
+    spans, by_phase = _clipped(recorded, window), _by_phase(role, recorded, window)
+    before = {**_by_phase(role, recorded, (start_ns, window[0])), OWN: []}  # there the driver builds the workers
+    busy, startup = (_busy(role, found) for found in (by_phase, before))
     busy_ns, wall_ns = _length(busy), window[1] - window[0]
     edges = [window[0], *(moment for interval in busy for moment in interval), window[1]]
     gap_ns, gap_at = max((end - start, -start) for start, end in zip(edges[::2], edges[1::2], strict=True))
-    by_phase: dict[str, list[Span]] = defaultdict(list)
-    for span in spans:
-        by_phase[span.phase].append(span)
-    phases = {phase: _length(_union_of(found)) for phase, found in by_phase.items()}
+    phases = {phase: _length(found) for phase, found in by_phase.items() if found}
     sent, received = _num_bytes(spans, TO_WORKERS), _num_bytes(spans, FROM_WORKERS)
     return Usage(
         role=role,
         rank=rank,
+        startup_ns=_length(startup),
         num_calls=_num_calls(spans),
         busy_ns=busy_ns,
         idle_ns=wall_ns - busy_ns,
         share=busy_ns / wall_ns if wall_ns else 0.0,
         gap_ns=gap_ns,
-        gap_start_ns=-gap_at - window[0],
+        gap_start_ns=-gap_at - start_ns,
         queue_ns=phases.get("queue", 0),
         bytes_in=received if role == DRIVER else sent,
         bytes_out=sent if role == DRIVER else received,
         phases=phases,
-        methods=_methods([span for span in spans if span.phase in busy_phases]),
+        methods=_methods([span for span in spans if span.phase in BUSY]),
     )
+
+
+def _by_phase(role: str, recorded: Sequence[Span], window: Interval) -> dict[str, list[Interval]]:
+    """When a rank was in each phase. The driver is in one phase at a time: in a call, or in its own code."""
+    found: dict[str, list[Span]] = defaultdict(list)
+    for span in _clipped(recorded, window):
+        found[span.phase].append(span)
+    if role != DRIVER:
+        return {phase: _union_of(spans) for phase, spans in found.items()}
+    phases, left = {}, [window] if window[0] < window[1] else []
+    for phase in IN_CALLS:
+        rest = _without(left, _union_of(found[phase]))
+        phases[phase], left = _without(left, rest), rest
+    return {**phases, OWN: left}
+
+
+def _busy(role: str, phases: Mapping[str, Sequence[Interval]]) -> list[Interval]:
+    is_busy = phases.keys() - {"wait"} if role == DRIVER else BUSY & phases.keys()
+    return union(interval for phase in is_busy for interval in phases[phase])
 
 
 def _total(ranks: Sequence[Usage], num_calls: int, carried: tuple[int, int]) -> Usage:
@@ -148,6 +220,7 @@ def _total(ranks: Sequence[Usage], num_calls: int, carried: tuple[int, int]) -> 
     return Usage(
         role=ranks[0].role,
         rank=None,
+        startup_ns=sum(usage.startup_ns for usage in ranks),
         num_calls=num_calls,
         busy_ns=sum(usage.busy_ns for usage in ranks),
         idle_ns=sum(usage.idle_ns for usage in ranks),
@@ -207,14 +280,24 @@ def _length(intervals: Iterable[Interval]) -> int:
 
 def headline(summary: Summary, metadata: Mapping[str, Any]) -> str:
     """The trace in a line; what was lost is never left out."""
-    parts = [f"{_duration(summary.wall_ns)}, {summary.num_spans:,} spans"]
+    begin_ns, end_ns = summary.window
+    in_all, took = _duration(summary.wall_ns), _duration(end_ns - begin_ns)
+    startup_ns, after_ns = begin_ns - summary.start_ns, summary.start_ns + summary.wall_ns - end_ns
+    parts = [in_all]
+    if summary.steps:
+        each = _duration((end_ns - begin_ns) // len(summary.steps))
+        parts = [f"{in_all}: start-up {_duration(startup_ns)}, {len(summary.steps)} steps {took} ({each} per step)"]
+        parts += [f"afterwards {_duration(after_ns)}"] if after_ns else []
+    elif startup_ns:
+        parts = [f"{in_all}: start-up {_duration(startup_ns)}, then {took}"]
+    parts.append(f"{summary.num_spans:,} spans")
     parts += [f"{key} {value}" for key, value in metadata.items() if key not in ("dropped", "num_ranks")]
     if metadata.get("dropped"):
         parts.append(f"{metadata['dropped']} spans were dropped: the numbers below leave them out")
     return ", ".join(parts)
 
 
-COLUMNS = ("role", "calls", "busy", "share", "idle", "longest gap", "queued", "in", "out", "busy with")
+COLUMNS = ("role", "start-up", "calls", "busy", "share", "idle", "longest gap", "queued", "in", "out", "busy with")
 
 
 def rows(summary: Summary) -> list[tuple[str, ...]]:
@@ -223,7 +306,7 @@ def rows(summary: Summary) -> list[tuple[str, ...]]:
     for total, ranks in summary.roles:
         role = total.role if len(ranks) == 1 else f"{total.role} ({len(ranks)} ranks)"
         rows.append((role, *_cells(total), _doing(total)))
-        shown = _shown(ranks) if len(ranks) > 1 else []
+        shown = _shown(ranks) if len(ranks) > 1 and total.busy_ns else []
         rows += [(f"  rank {usage.rank}", *_cells(usage), "") for usage in shown]
         if 0 < len(shown) < len(ranks):
             rows.append((f"  {len(ranks) - len(shown)} more between", *[""] * (len(COLUMNS) - 1)))
@@ -241,6 +324,7 @@ def _shown(ranks: Sequence[Usage]) -> list[Usage]:
 def _cells(usage: Usage) -> tuple[str, ...]:
     gap = f"{_duration(usage.gap_ns)} at {_duration(usage.gap_start_ns)}" if usage.gap_ns else "-"
     return (
+        _duration(usage.startup_ns) if usage.startup_ns else "-",
         f"{usage.num_calls:,}",
         _duration(usage.busy_ns),
         f"{usage.share:.1%}",
@@ -256,7 +340,7 @@ def _doing(usage: Usage) -> str:
     """What took longest: of the driver the phases, which say more than the names of what it called."""
     took = [(method.name, method.busy_ns) for method in usage.methods[:_SHOWN_METHODS]]
     if usage.role == DRIVER:
-        took = [(phase, usage.phases.get(phase, 0)) for phase in PHASES]
+        took = [(phase, usage.phases.get(phase, 0)) for phase in (*PHASES, OWN)]
     return ", ".join(f"{name} {_duration(ns)}" for name, ns in took if ns)
 
 

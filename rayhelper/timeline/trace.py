@@ -33,7 +33,8 @@ from typing import Any, NamedTuple
 from rayhelper.device_groups import DRIVER
 from rayhelper.errors import ConfigError
 
-PHASES = ("dispatch", "serialise", "queue", "run", "collect", "wait", "construct")
+STEP = "step"  # of the driver's loop: a mark around all that happened in it
+PHASES = ("dispatch", "serialise", "queue", "run", "collect", "wait", "construct", STEP)
 NO_CALL = 0  # the call of a span that belongs to none
 
 _FORMAT = "rayhelper timeline 1"

@@ -191,8 +191,8 @@ def _first_sliceable(values: list[Any], labels: list[str], counts: list[int | No
     if not cut:
         got = ", ".join(f"{label}: {describe(value)}" for label, value in zip(labels, values, strict=True))
         raise DispatchError(
-            f"{prefix}no argument can be sliced (got {got or 'no arguments'}), so every worker would do all the work "
-            "and the results would be repeated. Use dispatch='all' if that is meant; pass an empty list for no items."
+            f"{prefix}no argument can be sliced (got {got or 'no arguments'}), so every worker would do all the "
+            "work. Use dispatch='all' if that is meant; pass an empty list for no items."
         )
     for i in cut[1:]:
         if counts[i] != counts[cut[0]]:

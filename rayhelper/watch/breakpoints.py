@@ -154,7 +154,7 @@ class Stop:
 
     def _announce(self, what: str) -> None:
         self.is_announced = True
-        told = f"{self.place.who()} {what}. Attach on the driver's machine: python -m rayhelper debug {self.place.name}"
+        told = f"{self.place.who()} {what}. Attach on the driver's machine: rayhelper debug {self.place.name}"
         print(told, file=sys.stderr, flush=True)
 
     # What pdb does

@@ -6,7 +6,7 @@
 
 The main thread is interrupted by a signal, where it is. Native code is interrupted as it returns; other threads are not
 interrupted. Both are reported once, with the stack. A call that waits at the prompt of a debugger is not late; its time
-begins anew behind it. The thread ends when nothing is to be looked after.
+starts over behind it. The thread ends when nothing is to be looked after.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Watchdog:
             is_told = call.warns and (call.where is not None or innermost.get(call.thread) is call)
             is_quiet = is_told and now - quiet_since >= every_s
             if (now >= call.due or is_quiet) and call.where is None and _in_debugger(stacks().get(call.thread)):
-                call.due = max(call.due, now + (call.limit_s or 0.0))  # its time begins anew behind the prompt
+                call.due = max(call.due, now + (call.limit_s or 0.0))  # its time starts over behind the prompt
                 call.quiet_since = now
                 continue
             if now >= call.due:

@@ -54,7 +54,7 @@ class RandomState(NamedTuple):
         return hashlib.blake2b(told.encode(), digest_size=16).digest()
 
     def restore(self, names: Collection[str] = NAMES) -> None:
-        """These generators of this process go on from here. CUDA's begin anew, with torch's seed, if it is another."""
+        """These generators of this process go on from here. CUDA's start over, with torch's seed, if it is another."""
         with generators.paused:
             if "python" in names:
                 random.setstate(self.python)

@@ -310,7 +310,7 @@ def test_names_beside_all_linear_are_those_of_layers(folder: str, tmp_path: Path
         check(untied, "embed_token")
     with pytest.raises(ConfigError, match="lora_target_modules has embed_tokens, but the model ties"):
         check(folder, "embed_tokens", "lm_head")
-    with pytest.raises(ConfigError, match="with backend: megatron all-linear stands alone"):
+    with pytest.raises(ConfigError, match="with backend: megatron all-linear must be the only entry"):
         check(untied, "lm_head", backend="megatron")
     assert layer_names(untied, ["all-linear"]) | {"lm_head"} == layer_names(untied, ["all-linear", "model.lm_head"])
 

@@ -301,7 +301,7 @@ def refused(rank: int, model: Path, folder: Path) -> None:
     with backend_of(model, {}) as backend:
         with pytest.raises(RuntimeError, match="killed is not whole"):
             backend.load(folder / "killed")
-        with pytest.raises(FileNotFoundError, match=r"no megatron/.*start anew from it as model"):
+        with pytest.raises(FileNotFoundError, match=r"no megatron/.*start a new run from it as model"):
             backend.load(model)
         backend.save(folder / "float32")
     with backend_of(model, {}, dtype="bfloat16") as backend, pytest.raises(ValueError, match="dtype: float32"):

@@ -14,22 +14,23 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import PeftModel
-from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from benchmarks.tiny.vision import png, save_vision
 from rayhelper import ConfigError
 from tests import megatron_on_cpu
 from tests.backends.batches import mean_loss
 from tests.backends.ranks import run_ranks
-from tests.backends.test_megatron import CP, FIRST, FULL, PLAIN, PP, SP, TP, VPP, WHOLE, Layout, told
+from tests.backends.test_megatron import CP, EP, FIRST, FULL, PLAIN, PP, SP, TP, VPP, WHOLE, Layout, told
 from tests.e2e import runs
 from tests.e2e.test_megatron import assert_same_run, process
 from tests.images.test_pairs import PAIRS
-from tests.images.test_sft import ROWS, transformers_gradients
+from tests.images.test_sft import ROWS, transformers_gradients, transformers_logps, transpose_experts, whole_of
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.megatron.settings import MegatronSettings
-from trainers.backends.megatron.weights import canonical
+from trainers.backends.megatron.tensors.names import SIGHT, canonical
+from trainers.backends.megatron.tensors.stacks import stack_shapes, stacking
 from trainers.batch import Sequences
 from trainers.configuration.megatron_checks import check_model
 from trainers.data.images.processor import ImageReader
@@ -54,12 +55,17 @@ def batch_of(model: str, rows: list[dict[str, Any]] = ROWS) -> Sequences:
     return tokenize_sft(Dataset.from_list(rows), tokenizer, max_length=None, images=ImageReader(tokenizer, model))
 
 
-def one(folder: str, batch: Sequences, layout: Layout, **settings: Any) -> dict[str, Any]:
-    """Log-probabilities, steps, the gradients of the first and weights, as a rank has them."""
+def one(folder: str, batch: Sequences, layout: Layout, *, exports: bool, **settings: Any) -> dict[str, Any]:
+    """Log-probabilities, steps, the gradients of the first and weights, as a rank has them.
+
+    ``exports``: the model is first written as it came, into a folder beside it.
+    """
     from trainers.backends.megatron.backend import MegatronBackend
     from trainers.backends.megatron.settings import MegatronSettings
 
     backend: Any = MegatronBackend(folder, settings=MegatronSettings(**layout), **TRAINING | settings)
+    if exports:
+        backend.weights.export(Path(folder, EXPORTED), dtype=torch.float32)
     index, count, leader = backend.shard
     mine = batch[np.array_split(np.arange(len(batch)), count)[index]]
     logps = backend.token_logps(mine, micro_batch_size=MICRO).values
@@ -94,7 +100,8 @@ def of_layouts(rank: int, folder: str, batch: Sequences, layouts: list[Layout]) 
         if PACKED in layout:
             given = pack(batch, max_length=2 * int(batch.input_ids.lengths.max()))
             assert len(given) < len(batch)
-        found.append(one(folder, given, {key: value for key, value in layout.items() if key != PACKED}))
+        settings = {key: value for key, value in layout.items() if key not in (PACKED, EXPORTED)}
+        found.append(one(folder, given, settings, exports=EXPORTED in layout))
         megatron_on_cpu.end_groups()
     return found
 
@@ -102,8 +109,13 @@ def of_layouts(rank: int, folder: str, batch: Sequences, layouts: list[Layout]) 
 def in_memory(name: str) -> str:
     """What transformers calls the weight in memory."""
     name = canonical(name)
-    is_language = name.startswith("model.") and not name.startswith("model.visual.")
+    is_language = name.startswith("model.") and not name.startswith(SIGHT)
     return name.replace("model.", "model.language_model.", 1) if is_language else name
+
+
+def stacked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with the experts of a layer in one, as transformers has them in memory."""
+    return dict(stacking(iter(weights.items()), stack_shapes({key: value.shape for key, value in weights.items()})))
 
 
 def wanted(folder: str, batch: Sequences) -> dict[str, Any]:
@@ -120,12 +132,15 @@ def wanted(folder: str, batch: Sequences) -> dict[str, Any]:
     }
 
 
-PACKED = "packed rows"
+PACKED, EXPORTED = "packed rows", "exported"
 CASES: dict[str, dict[int, list[Layout]]] = {
     "qwen2_vl": {1: [PLAIN]},
     "qwen2_5_vl": {1: [PLAIN], 2: [{TP: 2} | WHOLE | PLAIN, {TP: 2} | SP | FULL, {PP: 2} | PLAIN, {}]},
     "qwen3_vl": {1: [PLAIN | FULL], 2: [{TP: 2} | SP | PLAIN | {PACKED: True}, {PP: 2}, {CP: 2}]},
+    "qwen3_vl_moe": {1: [PLAIN | FULL | {EXPORTED: True}], 2: [{EP: 2}]},
     "qwen3_5": {1: [PLAIN | {PACKED: True}], 2: [{TP: 2} | SP, {PP: 2}]},
+    "qwen3_5_moe": {2: [{EP: 2} | PLAIN]},
+    "internvl": {1: [PLAIN | {EXPORTED: True}], 2: [{TP: 2} | SP | PLAIN]},
 }
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 RATES = {"vit": 2e-2, "aligner": 5e-3}
@@ -134,6 +149,8 @@ RATES = {"vit": 2e-2, "aligner": 5e-3}
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_and_weights_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     folder = save_vision(tmp_path / "model", name)
+    if name == "qwen3_vl_moe":
+        transpose_experts(folder)
     batch = batch_of(folder)
     right = wanted(folder, batch)
     loss, gradients = transformers_gradients(folder)
@@ -155,9 +172,53 @@ def test_numbers_and_weights_are_those_of_transformers(name: str, tmp_path: Path
                 assert one["weights"].keys() == right["weights"].keys()
                 for key, weight in right["weights"].items():
                     torch.testing.assert_close(one["weights"][key], weight, atol=5e-5, rtol=0, msg=f"{words} {key}")
-                for key, gradient in one["gradients"].items():
+                for key, gradient in stacked(one["gradients"]).items():
                     wide = {"atol": MARGIN * largest, "rtol": 0.0}
                     torch.testing.assert_close(gradient, gradients[in_memory(key)], **wide, msg=f"{words} {key}")
+            if EXPORTED in layout:
+                assert_written_as_it_came(folder)
+
+
+SPEAKING: dict[str, dict[int, list[Layout]]] = {
+    "qwen2_5_omni": {2: [{TP: 2} | SP | PLAIN | {EXPORTED: True}]},
+    "qwen3_omni_moe": {1: [PLAIN], 2: [{EP: 2} | PLAIN | {EXPORTED: True}]},
+}
+
+
+@pytest.mark.parametrize("name", SPEAKING)
+def test_of_a_model_that_speaks_the_thinker_learns_and_the_rest_stays(name: str, tmp_path: Path) -> None:
+    folder = save_vision(tmp_path / "model", name)
+    file = Path(folder) / "model.safetensors"
+    save_file(load_file(file) | {"talker.lm_head.weight": torch.randn(3, 4).bfloat16()}, file, {"format": "pt"})
+    (Path(folder) / "spk_dict.pt").write_bytes(b"voices")
+    batch = batch_of(folder)
+    with torch.no_grad():
+        logps = torch.cat(transformers_logps(whole_of(folder), folder)).numpy()
+    loss, gradients = transformers_gradients(folder)
+    norm = float(torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt())
+    wide = {"atol": MARGIN * max(1.0, *(float(gradient.abs().max()) for gradient in gradients.values())), "rtol": 0.0}
+    for num_ranks, layouts in SPEAKING[name].items():
+        found = [rank[0] for rank in run_ranks(num_ranks, of_layouts, folder, batch, layouts, folder=tmp_path)]
+        leaders = sorted((one for one in found if one["leader"]), key=lambda one: one["index"])
+        np.testing.assert_allclose(np.concatenate([one["logps"] for one in leaders]), logps, atol=MARGIN, rtol=5e-6)
+        assert sum(one["losses"][0] for one in leaders) == pytest.approx(loss, abs=MARGIN)
+        for one in found:
+            assert one["norms"][0] == pytest.approx(norm, abs=MARGIN)
+            named = {canonical(key): value for key, value in stacked(one["gradients"]).items()}
+            in_thinker = {key.replace("model.visual.", "visual.", 1): value for key, value in named.items()}
+            assert in_thinker.keys() == gradients.keys()
+            for key, gradient in in_thinker.items():
+                torch.testing.assert_close(gradient, gradients[key], **wide, msg=key)
+    assert_written_as_it_came(folder)
+    assert Path(folder, EXPORTED, "spk_dict.pt").read_bytes() == b"voices"
+
+
+def assert_written_as_it_came(folder: str) -> None:
+    before, after = (load_file(path / "model.safetensors") for path in (Path(folder), Path(folder, EXPORTED)))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    kinds = [AutoConfig.from_pretrained(path).architectures for path in (Path(folder), Path(folder, EXPORTED))]
+    assert kinds[0] == kinds[1]
 
 
 def in_parts(rank: int, folder: str, batch: Sequences, out: Path) -> dict[str, Any]:
@@ -235,6 +296,14 @@ SEEN: list[dict[str, Any]] = [{"prompt": [ASKED], "images": [png(k)]} for k in r
 RUNS: dict[str, dict[str, Any]] = {
     "sft": {"dataset": ROWS, "max_length": None, "shuffle_dataset": False},
     "dpo": {"dataset": PAIRS, "max_length": None, "eval_dataset": None},
+    "reward": {"dataset": PAIRS, "max_length": None, "eval_dataset": None},
+    "classification": {
+        "dataset": [{"messages": [ASKED], "images": [png(k)], "label": k % 3} for k in range(4)],
+        "eval_dataset": None,
+        "max_length": None,
+        "num_labels": 3,
+        "use_chat_template": True,
+    },
     "grpo": {"dataset": SEEN, "eval_dataset": None, "rollout_engine": "hf", "num_iterations": 1},
     "gkd": {
         "dataset": [row | {"completion": [{"role": "assistant", "content": "one"}]} for row in SEEN],

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.backends.batches import largest_difference, mean_loss, samples_of, weighted_loss
@@ -183,34 +182,25 @@ def test_a_reference_in_shards_follows_a_policy_in_shards(folder: str, tmp_path:
 LOW: dict[str, Any] = {"dtype": "bfloat16", "optim": "sgd", "learning_rate": 10.0}
 
 
-def steps_alone(rank: int, folder: str) -> tuple[list[tuple[Weights, int]], dict[str, Weights]]:
-    """On a single rank: weights after a step of four micro-batches, with its reductions, by turns and all at once.
+def steps_alone(rank: int, folder: str) -> tuple[list[Weights], dict[str, Weights]]:
+    """On a single rank: weights after a step of four micro-batches, in copies and by FSDP.
 
-    And those after such a step when one before it has failed. A torch that cannot forget that takes no further step.
+    And those after such a step when one before it has failed. A torch whose FSDP cannot forget that takes no further
+    step.
     """
     found = []
-    for accumulates_whole in (False, True):
-        backend = FsdpBackend(folder, **SETTINGS | LOW)
-        backend.accumulates_whole &= accumulates_whole
-        with torch.profiler.profile() as profile:
-            backend.step(samples_of(), partial(weighted_loss, 50), micro_batch_size=2)
-        assert all(isinstance(weight, DTensor) for weight in backend.module.parameters())  # freed after the step
-        found.append((weights_of(backend), sum("post_backward_reduce" in event.name for event in profile.events())))
+    for offload_params in (False, True):
+        backend = FsdpBackend(folder, **SETTINGS | LOW, offload_params=offload_params)
+        assert backend.is_sharded is offload_params
+        backend.step(samples_of(), partial(weighted_loss, 50), micro_batch_size=2)
+        found.append(weights_of(backend))
+    by_fsdp = LOW | {"offload_params": True}
     after_failures = {failing: after_a_failure(folder, failing, LOW) for failing in FAILING}
-    del FSDPModule.reset_iter_state  # as in torch before it had that; nothing else uses this process
-    with pytest.raises(RuntimeError, match=r"a step failed before.*resume"):
-        after_a_failure(folder, "loss", LOW)
+    after_failures |= {f"{failing}, FSDP": after_a_failure(folder, failing, by_fsdp) for failing in FAILING}
+    sharding.holds_gradients = lambda weight: False  # as if it kept gradients elsewhere; nothing else uses this process
+    with pytest.raises(RuntimeError, match=r"an earlier step failed.*Resume"):
+        after_a_failure(folder, "loss", by_fsdp)
     return found, after_failures
-
-
-def steps_of_another_version(rank: int, folder: str) -> tuple[bool, Weights]:
-    """On a single rank, by a torch whose FSDP keeps gradients elsewhere: weights after a step."""
-    sharding.holds_gradients = lambda weight: False  # nothing else uses this process
-    backend = FsdpBackend(folder, **SETTINGS | LOW)
-    backend.step(samples_of(), partial(weighted_loss, 50), micro_batch_size=2)
-    with pytest.raises(RuntimeError, match=r"a step failed before.*resume"):
-        after_a_failure(folder, "loss", LOW)
-    return backend.accumulates_whole, weights_of(backend)
 
 
 class FailureError(Exception):
@@ -257,19 +247,14 @@ def assert_equal(found: Weights, expected: Weights) -> None:
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
-def test_a_single_rank_in_shards_takes_gradients_as_they_are_and_forgets_a_step_that_failed(
+def test_a_single_rank_in_copies_learns_as_fsdp_does_and_forgets_a_step_that_failed(
     folder: str, tmp_path: Path
 ) -> None:
-    (answer,) = run_ranks(1, steps_alone, folder, folder=tmp_path)
-    ((by_turns, reduced), (at_once, reduced_at_once)), after_failures = answer
-    assert reduced > 0 == reduced_at_once
-    assert largest_difference(by_turns, weights_of(FsdpBackend(folder))) > 1e-4
-    assert_equal(at_once, by_turns)
+    (((in_copies, by_fsdp), after_failures),) = run_ranks(1, steps_alone, folder, folder=tmp_path)
+    assert largest_difference(in_copies, weights_of(FsdpBackend(folder))) > 1e-4
+    assert_equal(in_copies, by_fsdp)
     for weights in after_failures.values():
-        assert_equal(weights, by_turns)
-    ((accumulates_whole, of_another),) = run_ranks(1, steps_of_another_version, folder, folder=tmp_path)
-    assert not accumulates_whole
-    assert_equal(of_another, by_turns)
+        assert_equal(weights, by_fsdp)
 
 
 def copies_after_a_failure(rank: int, folder: str) -> tuple[dict[str, Weights], Weights]:
@@ -277,7 +262,7 @@ def copies_after_a_failure(rank: int, folder: str) -> tuple[dict[str, Weights], 
     settings = {"sharding": "no_shard"}
     forgotten = {failing: after_a_failure(folder, failing, settings, at=4) for failing in ("loss", "forward pass")}
     forgotten["earlier"] = after_a_failure(folder, "backward pass", settings)
-    with pytest.raises(RuntimeError, match=r"a step failed before.*DistributedDataParallel.*resume"):
+    with pytest.raises(RuntimeError, match=r"an earlier step failed.*DistributedDataParallel.*Resume"):
         after_a_failure(folder, "backward pass", settings, at=4)  # which adds up what the ranks found
     backend = FsdpBackend(folder, **SETTINGS | settings)
     backend.step(samples_of(), partial(weighted_loss, 50), micro_batch_size=2)

@@ -262,4 +262,4 @@ def test_experts_that_a_tuner_leaves_out_are_told(caplog: pytest.LogCaptureFixtu
     with caplog.at_level("INFO"):
         found = targets_of(AutoModelForCausalLM.from_config(config), "vera", {"target_modules": "all-linear"})
     assert not any("experts" in name or name.endswith(".gate") for name in found["target_modules"])
-    assert "all-linear leaves out experts, which tuner_type: lora alone changes" in caplog.text
+    assert "all-linear leaves out experts, which only tuner_type: lora changes" in caplog.text

@@ -189,7 +189,7 @@ def test_the_walkthrough_is_walked_through(tmp_path: Path, monkeypatch: pytest.M
         rows.append([line for line in lines(folder) if "loss" in line])
     assert [line["step"] for line in rows[0]] == [1, 2, 3, 4]
     assert rows[0] == rows[1]
-    assert not (folder / "metrics.1.jsonl").exists(), "the second run went on, and did not begin anew"
+    assert not (folder / "metrics.1.jsonl").exists(), "the second run went on, and did not start over"
     assert (folder / "final" / "model.safetensors").is_file()
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()

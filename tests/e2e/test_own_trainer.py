@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainers.commands import command_named
 from trainers.data.preferences import Preferences
 from trainers.losses.preference import Completions, preference_loss
 from trainers.metrics import Metrics
+from trainers.parts import read_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "examples/own_trainer"
@@ -40,6 +42,10 @@ SMALL: dict[str, Any] = {
     "warmup_steps": 0,
     "dtype": "float32",
 }
+
+
+def needs_gold(completions: Sequence[Any], gold: Sequence[str]) -> list[float]:
+    return [0.0] * len(completions)
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +128,13 @@ def test_what_needs_no_device_group_lives_with_train(name: str, model: str, tmp_
         ("raft", {"num_kept": 9}, "num_kept is 9, more than num_generations=8"),
         ("raft", {"reward_funcs": ["evennes"]}, "reward_funcs: unknown reward 'evennes'"),
         ("raft", {"reward_funcs": []}, "nothing rewards completions"),
+        ("raft", {"reward_funcs": ["exact_answer"]}, "reward_funcs: exact_answer compares with column 'answer'"),
+        ("online_dpo", {"reward_funcs": [needs_gold]}, "reward_funcs: .*'needs_gold' asks for 'gold', but dataset has"),
+        (
+            "raft",
+            {"reward_funcs": [needs_gold], "dataset": [{"prompt": "a", "gold": "b"}]},
+            "'needs_gold' asks for 'gold', but eval_dataset has no such column",
+        ),
         ("online_dpo", {"generation_kwargs": {"typical": 1}}, "no field 'typical'"),
         ("online_dpo", {"resume_from_checkpoint": "nowhere"}, "there is no folder 'nowhere'"),
     ],
@@ -132,6 +145,14 @@ def test_a_mistake_is_an_error_before_a_model_is_loaded(
     monkeypatch.setattr("trainers.parts.policy.build_backend", lambda *_, **__: pytest.fail("a model was built"))
     with pytest.raises(ConfigError, match=told):
         run(trainer_of(name), configured(name, model, tmp_path, **keys))
+
+
+def test_a_column_that_a_trainer_adds_itself_may_be_missing_in_the_file(model: str, tmp_path: Path) -> None:
+    config = configured("raft", model, tmp_path, reward_funcs=[needs_gold])
+    with pytest.raises(ConfigError, match="asks for 'gold'"):
+        read_prompts(config, config.dataset, config.dataset_split)
+    rows = read_prompts(config, config.dataset, config.dataset_split, added_columns=["gold"])
+    assert rows.column_names == ["prompt"]
 
 
 def test_a_trainer_that_forgets_to_say_that_the_policy_has_learned_is_told_so(model: str, tmp_path: Path) -> None:

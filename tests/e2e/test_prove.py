@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rayhelper.prove import command
-from rayhelper.prove.runs import APART, TORCHRUN, groups_of, proof_of, roles_of, same_rows_per_step
+from rayhelper.prove.runs import APART, TORCHRUN, TWO_APART, groups_of, proof_of, roles_of, same_rows_per_step
 from tests.conftest import without_runtime
 from tests.e2e import runs
 from tests.golden.tiny import save_tiny
@@ -60,7 +60,7 @@ def test_a_bundled_trainer_is_the_same_everywhere(
             program, roles_of(trainer), ray=on_ray, torchrun=name in UNDER_TORCHRUN, groups=groups
         )
     assert [str(one) for one in found] == []
-    assert (APART in made) == ("rollout" in roles_of(trainer))
+    assert (APART in made, TWO_APART in made) == ("rollout" in roles_of(trainer),) * 2
     assert (TORCHRUN in made) == (name in UNDER_TORCHRUN)
 
 

@@ -11,7 +11,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -19,6 +21,7 @@ import torch
 
 from rayhelper import ConfigError, RayHelper
 from tests import warm
+from tests.backends.ranks import run_ranks
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import (
     begin_torchrun_of_one,
@@ -52,6 +55,8 @@ from trainers.parts.policy import Policy
 from trainers.ppo.trainer import PPOTrainer
 from trainers.reranking.trainer import RerankingTrainer
 from trainers.reward.trainer import RewardTrainer
+from trainers.run import stopping
+from trainers.run.stopping import StepGivenUp
 from trainers.sft.config import SFTConfig
 from trainers.sft.loss import supervised_loss
 from trainers.sft.trainer import SFTTrainer
@@ -126,6 +131,32 @@ class FailingTrainer(SFTTrainer):
     def __init__(self, config: SFTConfig) -> None:
         super().__init__(config)
         self.policy = FailingPolicy(config, loss=supervised_loss)
+
+
+class HangingPolicy(Policy):
+    """After its second step SIGTERM comes to both processes, and the second one does not go on."""
+
+    calls = 0
+
+    @RayHelper.function(group="train", dispatch="slice", collect=Metrics.merge)
+    def step(self, samples: Sequences, numbers: int, entropy_gradient: bool = False) -> Metrics:
+        type(self).calls += 1
+        folder, rank = Path(self.config.output_dir), RayHelper.current().rank
+        if self.calls == 3 and rank == 0:
+            wait_for((folder / "hangs").exists)
+            signal.raise_signal(signal.SIGTERM)
+        if self.calls == 3 and rank == 1:
+            (folder / "hangs").touch()
+            signal.raise_signal(signal.SIGTERM)
+            while True:
+                time.sleep(0.1)
+        return super().step(samples, numbers, entropy_gradient)
+
+
+class HangingTrainer(SFTTrainer):
+    def __init__(self, config: SFTConfig) -> None:
+        super().__init__(config)
+        self.policy = HangingPolicy(config, loss=supervised_loss)
 
 
 # What torchrun runs: every process comes here
@@ -330,6 +361,43 @@ def test_engines_on_some_of_the_workers_that_hold_shards_are_refused(model: str,
     assert done.returncode != 0
     assert "role rollout has 1 of the 2 workers that train" in done.stderr
     assert "fsdp_sharding_strategy: no_shard" in done.stderr
+
+
+def stopped_in_a_hang(rank: int, port: int, model: str, folder: Path) -> Any:
+    """The exit code. What is written to stderr is in a file for each rank."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.dup2(os.open(folder / f"told {rank}", os.O_CREAT | os.O_WRONLY), 2)
+    waited = []
+
+    def until_told(seconds: float) -> None:
+        waited.append(seconds)
+        wait_for(lambda: "stopped after step" in (folder / "told 0").read_text())
+
+    config = sft_config(model, folder / "run", save_steps=1, stop_grace_s=0.1)
+    clock = SimpleNamespace(sleep=until_told) if rank else time
+    with (
+        patch.object(stopping, "UNWIND_S", 250.0),  # the first process is free when the second one has left
+        patch("trainers.run.run.time", clock),
+        pytest.raises(StepGivenUp) as ended,
+    ):
+        run(HangingTrainer, config)
+    assert waited == [stopping.ASKED_S] * rank
+    return ended.value.code
+
+
+def test_sigterm_while_one_process_hangs_tells_where_all_are_and_ends_both(model: str, tmp_path: Path) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    codes = run_ranks(2, stopped_in_a_hang, store.port, model, tmp_path, folder=tmp_path, joined=False)
+    assert codes == [143, 143]
+    told = (tmp_path / "told 0").read_text()
+    of_rank_1 = told.partition("--- ranks 1\n")[2]
+    assert f"{Path(__file__).name}" in of_rank_1
+    assert "time.sleep(0.1)" in of_rank_1
+    assert f"stopped after step 2 of 9; saved before: {tmp_path / 'run' / 'checkpoint-2'}. To go on" in told
+    assert "given up" not in (tmp_path / "told 1").read_text()
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-1", "checkpoint-2"]
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])

@@ -114,7 +114,7 @@ class Blind(Camera):
 def test_pictures_of_an_environment_need_a_model_that_sees(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "Look."}], "first": 0}]
     trainer = GRPOTrainer(config(save_tiny(tmp_path / "model"), tmp_path / "out", dataset=rows, freeze_vit=None))
-    with pytest.raises(ValueError, match="answers with an image, and a model of this run reads texts alone"):
+    with pytest.raises(ValueError, match="answers with an image, and a model of this run reads only texts"):
         trainer.train()
     vision = save_vision(tmp_path / "vision")
     with pytest.raises(ConfigError, match="rows have images, which are not seen here"):

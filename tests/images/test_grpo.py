@@ -25,6 +25,7 @@ from trainers.parts.engine import prompts_of
 from trainers.parts.model_checks import check_vision_model, configuration_of
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf.engine import HfEngine
+from trainers.rollout.vllm.vision import features
 
 QUESTIONS: list[tuple[str, list[int]]] = [
     ("<image>How many?", [0]),
@@ -177,7 +178,7 @@ def test_a_prompt_whose_picture_is_missing_is_told(folders: dict[str, str], tmp_
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "vllm": ({"rollout_engine": "vllm"}, "rollout_engine: vllm does not complete prompts for vision models yet"),
+    "vllm": ({"rollout_engine": "vllm"}, "rollout_engine: vllm needs torchvision for a model that sees pictures"),
     "shared rows": ({"sequence_parallel_size": 2}, "workers cannot share rows with pictures yet"),
 }
 
@@ -223,3 +224,15 @@ def test_megatron_refuses_parts_that_it_cannot_train(
         check_vision_model(
             grpo_config(model, tmp_path, **KEYS | more | MEGATRON | keys), configuration_of(model, False)
         )
+
+
+@pytest.mark.parametrize("keys", [{"sleep_level": 2}, {"vllm_engine_kwargs": {"load_format": "dummy"}}])
+def test_an_engine_keeps_the_tower_that_megatron_does_not_send(
+    keys: dict[str, Any], folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "find_spec", lambda name: name)  # as if torchvision were installed here
+    model, given = folders["qwen3_5"], KEYS | MEGATRON | {"rollout_engine": "vllm"} | keys
+    with pytest.raises(ConfigError, match="sends engines no frozen parts of a vision model"):
+        check_vision_model(grpo_config(model, tmp_path, **given | {"freeze_vit": None}), configuration_of(model, False))
+    whole = {"freeze_vit": False, "freeze_aligner": False}
+    check_vision_model(grpo_config(model, tmp_path, **given | whole), configuration_of(model, False))

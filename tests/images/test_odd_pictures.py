@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, MiniCPMV4_6Config
 from transformers.image_utils import load_image
 
 from benchmarks.tiny.vision import MODELS, picture, png, save_vision
 from rayhelper import ConfigError
 from tests.conftest import without_runtime
 from tests.e2e.runs import grpo_config, sft_config
+from tests.golden.tiny import tiny_tokenizer
 from tests.images.test_sft import turns
 from trainers.backends.fsdp.hf_model import build_model
 from trainers.backends.fsdp.vision.pixels import Vision
@@ -137,3 +138,14 @@ def test_a_text_that_holds_a_token_of_pictures_is_a_broken_row(name: str, tmp_pa
         assert len(kept.sequences) == 2
         assert kept.sequences.images is not None
     assert AutoConfig.from_pretrained(model).model_type == kind
+
+
+def test_a_processor_that_asks_its_part_for_videos_is_refused(tmp_path: Path) -> None:
+    """MiniCPM-V's: it puts the pictures of all rows into one tensor too, of which our batches know nothing."""
+    from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
+
+    MiniCPMV4_6Config().save_pretrained(tmp_path)
+    MiniCPMV4_6ImageProcessorPil().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"MiniCPMV4_6Processor of .* cannot be without a part for videos"):
+        load_processor(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Reward models of vision models, and what they judge: GRPO and PPO on prompts with pictures."""
+"""Reward models and classifiers of vision models, and what reward models judge: GRPO and PPO on pictures."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from tests.e2e.runs import final_bytes, final_weights, grpo_config, lines, ppo_c
 from tests.golden.tiny import tiny_model
 from tests.images.test_pairs import PAIRS
 from tests.images.test_sft import image_of, parts_of
+from trainers.backends.fresh_weights import value_head
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.vision.classifier import classifier_class
+from trainers.classification.config import ClassificationConfig
+from trainers.classification.trainer import ClassificationTrainer
 from trainers.data.images.processor import ImageReader, load_processor
 from trainers.data.preferences import tokenize_comparisons
 from trainers.grpo.trainer import GRPOTrainer
@@ -42,10 +45,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: save_vision(tmp_path_factory.mktemp(name), name) for name in MODELS}
 
 
-def batch_of(processor: Any, row: dict[str, Any], completion: list[dict[str, Any]]) -> Any:
-    """A prompt with its pictures and its completion, by the processor alone."""
+def batch_of(processor: Any, row: dict[str, Any], completion: list[dict[str, Any]], invites: bool = False) -> Any:
+    """A prompt with its pictures and its completion, by the processor alone; ``invites``: an answer."""
     turns = [{**turn, "content": parts_of(turn["content"])} for turn in [*row["prompt"], *completion]]
-    text = processor.tokenizer.apply_chat_template(turns, tokenize=False)
+    text = processor.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=invites)
     images = [[image_of(value) for value in row["images"]]] if row["images"] else None
     return processor(text=[text], images=images, return_tensors="pt")
 
@@ -107,6 +110,42 @@ def test_a_reward_model_of_two_workers_is_that_of_one(
     alone = final_weights(tmp_path / "off")
     for key, weight in final_weights(tmp_path / "two").items():
         torch.testing.assert_close(weight, alone[key], rtol=0, atol=MARGIN, msg=lambda m, n=key: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+def test_a_classifier_that_sees_learns_by_transformers_own_loss(
+    name: str, folders: dict[str, str], tmp_path: Path
+) -> None:
+    """The first step's loss is that of transformers' classifier, and one picture more or less changes it."""
+    model = folders[name]
+    rows = [{"messages": row["prompt"], "images": row["images"], "label": k % 3} for k, row in enumerate(PAIRS)]
+    keys: dict[str, Any] = {
+        "dataset": rows,
+        "num_labels": 3,
+        "learning_rate": 1e-3,
+        "max_steps": 2,
+        "freeze_vit": False,
+    }
+    keys |= {"per_device_train_batch_size": 6, "max_length": None, "save_strategy": "no", "shuffle_dataset": False}
+    config = ClassificationConfig(model=model, output_dir=str(tmp_path / "run"), **keys)
+    with without_runtime():
+        trainer = ClassificationTrainer(config)
+        ClassificationTrainer.check(config, None)
+        trainer.train()
+    processor = load_processor(model)
+    module = classifier_class(AutoConfig.from_pretrained(model)).from_pretrained(model, num_labels=3).eval()
+    head_KH = module.score.weight.data
+    std = module.config.get_text_config().initializer_range
+    head_KH.copy_(value_head(head_KH.shape[1], std, config.seed, 3))
+    with torch.no_grad():
+        asked = [{**batch_of(processor, row, [], invites=True)} for row in PAIRS]
+        logits = torch.cat([module(**batch).logits for batch in asked])
+    wanted = float(torch.nn.functional.cross_entropy(logits, torch.tensor([k % 3 for k in range(len(PAIRS))])))
+    first = lines(tmp_path / "run")[0]
+    assert first["loss"] == pytest.approx(wanted, abs=MARGIN)
+    tower = next(key for key in final_weights(tmp_path / "run") if "vis" in key and key.endswith("weight"))
+    before = load_file(Path(model) / "model.safetensors")
+    assert not torch.equal(final_weights(tmp_path / "run")[tower], before[tower]), "the tower learns"
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])

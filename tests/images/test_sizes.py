@@ -14,6 +14,7 @@ from trainers.configuration.vision import vision_settings
 from trainers.data.images.pictures import pictures_of
 from trainers.grpo.config import GRPOConfig
 from trainers.parts.inputs import image_reader, load_model_and_tokenizer
+from trainers.rollout.vllm.vision.features import engine_fields_of_vision
 from trainers.sft.config import SFTConfig
 
 SWIFT = ["--dataset", "d", "--defaults", "ms-swift", "--tuner_type", "full"]
@@ -40,20 +41,17 @@ def test_variables_of_ms_swift_say_how_large_pictures_become(model: str, monkeyp
     assert load_config(SFTConfig, ["--model", model, "--dataset", "d"]).image_processor_kwargs == {}
 
 
-def test_a_policy_that_sees_completes_without_vllm(model: str) -> None:
+def test_a_policy_that_sees_completes_by_vllm_where_ms_swifts_does(model: str) -> None:
     words = ["--reward_funcs", "exact_answer", "--use_vllm", "true", "--vllm_gpu_memory_utilization", "0.5"]
-    groups = '{"train": {"gpus": 8}, "rollout": {"shares_devices_with": "train"}}'
-    on_ray = ["--use_ray", "true", "--vllm_tensor_parallel_size", "4", "--device_groups", groups]
-    swift = ["--model", model, *SWIFT, *words, "--sleep_level", "1"]
-    assert load_config(GRPOConfig, swift).rollout_engine == "hf"
-    on_megatron = load_config(GRPOConfig, [*swift, "--backend", "megatron"])
-    assert on_megatron.rollout_engine == "hf"
-    assert on_megatron.image_processor_kwargs["max_pixels"] > 0
-    config = load_config(GRPOConfig, [*swift, *on_ray])
-    assert config.rollout_engine == "hf"
-    assert config.device_groups["colocate_groups"] == [["train", "rollout"]]
-    with_vllm = load_config(GRPOConfig, ["--model", model, "--dataset", "d", "--defaults", "trl", *words])
-    assert with_vllm.rollout_engine == "vllm"  # and refused where the model is read
+    words += ["--vllm_limit_mm_per_prompt", '{"image": 2}']
+    config = load_config(GRPOConfig, ["--model", model, *SWIFT, *words, "--sleep_level", "1"])
+    assert (config.rollout_engine, config.sleep_level) == ("vllm", 1)
+    assert config.image_processor_kwargs["max_pixels"] > 0
+    given = config.vllm_engine_kwargs["limit_mm_per_prompt"]
+    assert engine_fields_of_vision({"limit_mm_per_prompt": given}, {})["limit_mm_per_prompt"] == {
+        "image": 2,
+        "video": 0,
+    }
 
 
 def test_a_language_model_reads_no_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ What was tried of each architecture, with a tiny random model of transformers' o
 |---|---|
 | log-probabilities | with the model's own logits, eager, at temperature 1 and 0.7 |
 | SFT | the loss of the first step with the model's own logits; two steps |
-| SFT packed | loss and weights of a step on rows of several documents with those of the documents apart |
+| SFT packed | loss and weights of a step on rows of several documents with the same documents in separate rows |
 | LoRA | an adapter of all linear layers lowers the loss |
 | GRPO, hf; hf at 0.7 | two steps; what the engine says of its own tokens with the policy's log-probabilities |
 | GRPO, vLLM; vLLM at 0.7 | the same with vLLM in the process that trains, weights copied and their checksums compared |
@@ -32,8 +32,8 @@ What was tried of each architecture, with a tiny random model of transformers' o
 | adapter in vLLM | the same with `vllm_enable_lora: true`: the engine keeps the adapter apart from the model |
 
 Gemma 2 is run by eager attention: sdpa drops the cap of its attention scores. Recurrent and convolution layers keep the
-documents of a packed row apart by kernels for GPUs alone (flash-linear-attention, causal-conv1d). Llama 4 attends in
-chunks of 16 tokens, with vLLM of 128.
+documents of a packed row apart by kernels that run only on GPUs (flash-linear-attention, causal-conv1d). Llama 4
+attends in chunks of 16 tokens, with vLLM of 128.
 
 `no`: not equal, or refused in one line before the first step; the number is that of the line below. `-`: not tried.
 """

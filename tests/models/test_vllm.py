@@ -34,9 +34,7 @@ def test_vllm_draws_what_the_policy_would(name: str, tmp_path: Path) -> None:
     assert {cell for cell in BESIDE if found[cell] != "ok"} <= {ADAPTER}
 
 
-@pytest.mark.parametrize(
-    ("name", "told"), [("qwen3_next", "take bfloat16 alone"), ("minimax_m2", "by a softmax alone")]
-)
+@pytest.mark.parametrize(("name", "told"), [("qwen3_next", "take only bfloat16"), ("minimax_m2", "only by a softmax")])
 def test_a_model_that_vllm_cannot_run_on_a_cpu_is_refused_before_anything_starts(
     name: str, told: str, tmp_path: Path
 ) -> None:

@@ -540,6 +540,33 @@ class WeightOfAnotherRole:
             self.step(rows)
 
 
+@RayHelper.worker(group=["train", "rollout"])
+class WeightForOneGenerator:
+    """The driver sends the new weight to the first generator. A generator that also trains has it already."""
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(4)
+
+    @RayHelper.function(group="train")
+    def step(self, mean: torch.Tensor) -> torch.Tensor:
+        self.weight = self.weight - 0.1 * mean
+        return self.weight
+
+    @RayHelper.function(group="rollout", execute="first")
+    def load(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
+    def generate(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ self.weight
+
+    def train(self) -> None:
+        for rows in batches():
+            weight = self.step(rows.mean(0))
+            self.load(weight if isinstance(weight, torch.Tensor) else weight[0])
+            self.generate(rows)
+
+
 @RayHelper.worker(group=["train", "critic"])
 class NoiseOfTwoRoles:
     """Both roles draw from one generator."""

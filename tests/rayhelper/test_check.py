@@ -1,4 +1,4 @@
-"""What ``python -m rayhelper check`` finds: every seeded mistake, and nothing in code that is right."""
+"""What ``rayhelper check`` finds: every seeded mistake, and nothing in code that is right."""
 
 from __future__ import annotations
 
@@ -317,8 +317,8 @@ def test_a_part_that_only_some_processes_build_is_told_with_who_builds_it() -> N
         message.partition(" (")[0]: message
         for message in said(check_fixture_parts.NotEverywhere, "part-not-everywhere")
     }
-    assert "built in _load, which runs on the driver alone" in told["NotEverywhere.loaded"]
-    assert "built in build, which runs on the workers of role 'train' alone" in told["NotEverywhere.built"]
+    assert "built in _load, which runs only on the driver" in told["NotEverywhere.loaded"]
+    assert "built in build, which runs only on the workers of role 'train'" in told["NotEverywhere.built"]
     assert "under a condition that is not the same in every process" in told["NotEverywhere.first"]
 
 

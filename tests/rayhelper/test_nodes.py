@@ -197,7 +197,7 @@ def test_an_address_that_nobody_answers_is_told_at_once(address: str, monkeypatc
 
 def test_missing_nodes_end_in_a_table_after_a_bounded_wait(facts: dict[str, Any]) -> None:
     table, waited = facts["missing"]
-    assert "no node is left with 2 GPU free" in table
+    assert "No node is left with 2 GPU free" in table
     for row in ("trainers", "samplers", "free:", "asked:"):
         assert row in table
     assert "waited 0.5 s" in waited
@@ -246,14 +246,14 @@ def test_a_group_with_restarts_moves_to_a_free_node_when_its_own_dies(facts: dic
     assert {one[4] for one in before}.isdisjoint(one[4] for one in after)
     assert facts["tripled"] == [3, 6, 9]
     assert facts["reduced after"] == [2.0, 2.0]
-    assert "its node is lost: all 2 workers of the group are placed and constructed anew" in "".join(facts["warnings"])
+    assert "its node is lost: all 2 workers of the group are placed and constructed again" in "".join(facts["warnings"])
 
 
 def test_a_group_for_which_no_node_is_left_is_a_placement_error(facts: dict[str, Any]) -> None:
     first, second = facts["homeless"]
     assert first == second
     assert "of group 'pair' (roles train, rollout, judge; node" in first
-    assert "could not be placed anew: the cluster cannot hold the device groups: no node is left with 2 GPU" in first
+    assert "could not be placed anew: the cluster cannot hold the device groups. No node is left with 2 GPU" in first
     assert "waited 5 s" in first
 
 
@@ -261,8 +261,8 @@ def test_a_group_for_which_no_node_is_left_is_a_placement_error(facts: dict[str,
     ("answer", "told"),
     [
         (None, "it accepts connections and says nothing for 0.2 s"),
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "what answers there speaks another protocol than Ray"),
-        (b"", "what answers there speaks another protocol than Ray"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "the program at this address does not speak Ray's protocol"),
+        (b"", "the program at this address does not speak Ray's protocol"),
     ],
 )
 def test_a_port_that_accepts_and_does_not_answer_as_ray_does(

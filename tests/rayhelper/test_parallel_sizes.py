@@ -165,7 +165,10 @@ def test_parallel_sizes_that_do_not_fit_are_named_with_their_remedy(mistake: str
         ({"vllm_tensor_parallel_size": 8, "model": {**SHAPE, "num_attention_heads": 36}}, "num_attention_heads 36"),
         ({"vllm_tensor_parallel_size": 4, "model": {**SHAPE, "num_key_value_heads": 6}}, "num_key_value_heads 6"),
         ({"vllm_gpu_memory_utilization": 1.5}, "must be a share in (0, 1], got 1.5"),
-        ({"vllm_gpu_memory_utilization": 0.1}, "its weights alone take 15.3 GiB. Raise vllm_gpu_memory_utilization"),
+        (
+            {"vllm_gpu_memory_utilization": 0.1},
+            "weights by themselves take 15.3 GiB. Raise vllm_gpu_memory_utilization",
+        ),
     ],
 )
 def test_an_engine_that_cannot_be_is_told(shared: dict[str, Any], named: str, tmp_path: Path) -> None:

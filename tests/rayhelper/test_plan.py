@@ -69,7 +69,7 @@ def test_without_nproc_per_node_the_largest_node_says_how_many_fit():
 def test_a_single_node_is_never_spread():
     groups = DeviceGroups.parse({"nnodes": 1, "train": {"device": "GPU", "ranks": 6, "workers": "train"}})
     assert names(assign(groups, [node("1", 4), node("2", 8)])["train"]) == ["2"] * 6
-    with pytest.raises(PlacementError, match="no node is left with 6 GPU free"):
+    with pytest.raises(PlacementError, match="No node is left with 6 GPU free"):
         assign(groups, [node("1", 4), node("2", 4)])
 
 
@@ -100,7 +100,7 @@ def test_groups_that_share_devices_lie_at_the_same_places_and_are_counted_once()
     with pytest.raises(PlacementError) as caught:
         assign(groups, [node("1", 2), node("2", 0)])
     assert "  engines  GPU     3        those of policy\n" in str(caught.value)
-    assert "no node is left with 1 GPU free, which node 1 of" in str(caught.value)
+    assert "No node is left with 1 GPU free, which node 1 of" in str(caught.value)
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 3, 6, 7])
@@ -148,7 +148,7 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_it_has():
     with pytest.raises(PlacementError) as caught:
         assign(gpu_groups(4, train=6, rollout=2), [node("1", 4), node("2", 1)])
     assert str(caught.value) == (
-        "the cluster cannot hold the device groups: no node is left with 4 GPU free, which node 1 of the configuration "
+        "the cluster cannot hold the device groups. No node is left with 4 GPU free, which node 1 of the configuration "
         "needs.\n"
         "asked:\n"
         "  group    device  workers  accelerators per node\n"
@@ -158,7 +158,7 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_it_has():
         "  node    address   GPU  NPU  CPU\n"
         "  host-1  10.0.0.1  4    0    2\n"
         "  host-2  10.0.0.2  1    0    2\n"
-        "Ask for fewer or for other nproc_per_node, add nodes, or free what other jobs hold."
+        "Ask for fewer or for other nproc_per_node, add nodes, or end other jobs."
     )
 
 
@@ -175,7 +175,7 @@ def test_a_cluster_without_nodes_is_refused():
 
 
 def test_a_cluster_without_accelerators_is_refused():
-    with pytest.raises(PlacementError, match="no node is left with 2 GPU free"):
+    with pytest.raises(PlacementError, match="No node is left with 2 GPU free"):
         assign(gpu_groups(train=2), [node("1")])
 
 

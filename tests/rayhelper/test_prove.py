@@ -92,7 +92,10 @@ def test_the_command_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFix
     assert "call 2, Trainer.score" in capsys.readouterr().out
     config.write_text("planted: ''\n")
     assert main(["prove", target, "--config", str(config), "--no-ray", "--steps", "1"]) == 0
-    assert "the same off, strict, with two workers and with roles apart" in capsys.readouterr().out
+    assert (
+        "the same off, strict, with two workers, with roles apart and with two workers per role"
+        in capsys.readouterr().out
+    )
     config.write_text("no_such_key: 1\n")
     assert main(["prove", target, "--config", str(config), "--no-ray"]) == 2
     assert "no_such_key" in capsys.readouterr().err

@@ -17,7 +17,7 @@ import torch
 from rayhelper.prove import Difference, prove, prove_class
 from rayhelper.prove.causes import of_error
 from rayhelper.prove.on_worker import Note, OnWorker
-from rayhelper.prove.runs import APART, TORCHRUN, proof_of, proof_of_class
+from rayhelper.prove.runs import APART, TORCHRUN, TWO_APART, proof_of, proof_of_class
 from rayhelper.prove.watching import Seen
 from tests import warm
 from tests.conftest import without_runtime
@@ -96,6 +96,15 @@ PLANTED: dict[type, Expected] = {
         "state of another role",
         "WeightOfAnotherRole.weight is not the same on the worker",
     ),
+    planted.WeightForOneGenerator: Expected(
+        ("two workers", TWO_APART),
+        4,
+        1,
+        "",
+        "value",
+        "state of another role",
+        "WeightForOneGenerator.weight is not the same on the worker",
+    ),
     planted.NoiseOfTwoRoles: Expected(
         ROLES_APART, 3, 0, "", "value", "one generator for several roles", "the generator of torch"
     ),
@@ -144,7 +153,7 @@ def test_the_rank_is_named_whose_rows_differ_though_another_has_such_a_row() -> 
 def test_a_class_is_proved_as_its_device_groups_place_its_roles() -> None:
     """Without device groups each role has a worker of its own."""
     found, made, _ = proof_of_class(planted.AsksWhetherItIsApart, {}, ray=False)
-    assert (found, made) == ([], ("off", "one worker, strict", "two workers", APART))
+    assert (found, made) == ([], ("off", "one worker, strict", "two workers", APART, TWO_APART))
     together = {"device_groups": {"all": {"device": "CPU", "ranks": 2, "workers": ["train", "critic"]}}}
     found, made, _ = proof_of_class(planted.WeightOfAnotherRole, together, ray=False)
     assert (found, made) == ([], ("off", "one worker, strict", "two workers"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 
 from rayhelper import ConfigError, RayHelper
 from rayhelper.__main__ import main
-from rayhelper.timeline.trace import Span, read
+from rayhelper.timeline import summarise
+from rayhelper.timeline.steps import mark_step
+from rayhelper.timeline.trace import STEP, Span, read
 from tests.conftest import without_runtime
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -86,9 +89,19 @@ def test_a_ray_trace_tells_waiting_and_bytes(on_ray: tuple[list[Span], dict[str,
     assert all(num_bytes < 4_000 for num_bytes in returned[:3])
 
 
-def test_off_records_what_ran(tmp_path: Path) -> None:
-    spans, _ = recorded(tmp_path / "trace.json", runtime="off")
-    assert Counter((span.role, span.phase, span.name) for span in spans) == {("train", "run", "Traced.double"): 3}
+def test_off_records_what_ran_deferred_calls_too_and_the_steps(tmp_path: Path) -> None:
+    with without_runtime(), RayHelper.session(GROUPS, trace=tmp_path / "trace.json", runtime="off"):
+        traced, begun_ns = Traced(), time.time_ns()
+        assert traced.judged(traced.double.defer(np.ones(4))) == 8.0
+        mark_step(1, begun_ns)
+    spans, _ = read(tmp_path / "trace.json")
+    calls = [("train", "Traced.double"), ("judge", "Traced.judged")]
+    expected = {(role, "run", name): 1 for role, name in calls} | {("driver", "wait", name): 1 for _, name in calls}
+    assert Counter((span.role, span.phase, span.name) for span in spans) == {**expected, ("driver", STEP, "step 1"): 1}
+    usage, _ = summarise(spans).roles[0]
+    assert sum(usage.phases.values()) == usage.busy_ns + usage.idle_ns
+    assert usage.phases["wait"] > 0
+    mark_step(2, begun_ns)  # with Ray off: nothing
 
 
 def test_a_trace_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ def test_a_worker_that_hangs_is_replaced_as_one_that_died(
     assert not psutil.pid_exists(pids[1])
     assert "rank 1 of group 'all'" in caplog.text
     assert (
-        "did not finish Mortal.hanging (role 'score') within 5 s; it is constructed anew, 1 calls run again"
+        "did not finish Mortal.hanging (role 'score') within 5 s; it is constructed again, 1 calls run again"
         in caplog.text
     )
     assert stopped or "time.sleep(3600)" in caplog.text
@@ -402,7 +402,7 @@ def test_a_constructor_that_fails_on_a_replacement_ends_the_group(ray_cluster: N
         reluctant = Reluctant(str(orders))
         orders.write_text("raise")
         kill.touch()
-        with pytest.raises(WorkerDiedError, match=r"could not be constructed anew: no weights here") as caught:
+        with pytest.raises(WorkerDiedError, match=r"could not be constructed again: no weights here") as caught:
             reluctant.doubled([1, 2], str(kill))
         assert isinstance(caught.value.__cause__, ValueError)
         with pytest.raises(WorkerDiedError, match="no weights here"):

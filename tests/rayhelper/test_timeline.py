@@ -75,8 +75,47 @@ def test_construction_is_work_and_waiting_in_the_queue_is_not() -> None:
         run(0, 40, 50, call=1),
         run(0, 50, 100, call=2),
     ]
+    usage = usage_of([*spans, Span("train", 0, "construct", "T", 100, 120, 0)], "train")
+    assert (usage.startup_ns, usage.busy_ns, usage.idle_ns) == (30, 80, 10)
+    assert (usage.queue_ns, usage.num_calls) == (20, 2)
+
+
+def test_shares_leave_start_up_out_and_what_follows_the_last_step() -> None:
+    #        0    10   20   30   40   50   60   70   80   90   100
+    # built  |---------|
+    # runs        |---------|    |----|         |----|    |----|
+    # steps                      [=========]    [======]
+    steps = [Span("driver", 0, trace.STEP, f"step {n}", *when, 0) for n, when in enumerate([(40, 60), (70, 84)], 1)]
+    runs = [run(0, 10, 30, "T.build", 1), run(0, 40, 50, call=2), run(0, 70, 80, call=3), run(0, 90, 100, "T.save", 4)]
+    spans = [Span("train", 0, "construct", "T", 0, 20, 0), *runs, *steps]
     usage = usage_of(spans, "train")
-    assert (usage.busy_ns, usage.queue_ns, usage.num_calls) == (90, 40, 2)
+    assert (usage.startup_ns, usage.busy_ns, usage.idle_ns, usage.num_calls) == (30, 20, 24, 2)
+    assert (usage.gap_ns, usage.gap_start_ns) == (20, 50)
+    assert [method.name for method in usage.methods] == ["T.update"]
+    summary = summarise(spans)
+    assert module.headline(summary, {}) == (
+        "100 ns: start-up 40 ns, 2 steps 44 ns (22 ns per step), afterwards 16 ns, 7 spans"
+    )
+    drawn = json.loads(Page(html(spans, {})).scripts[0])
+    assert drawn["steps"] == [["step 1", 40, 20], ["step 2", 70, 14]]
+    assert len(drawn["spans"]["start"]) == 5
+    without = [Span("train", 0, "construct", "T", 0, 20, 0), run(0, 10, 15), run(1, 20, 30)]
+    assert summarise(without).window == (20, 30)
+    assert summarise(without[:1]).window == (0, 20)
+
+
+def test_a_moment_of_the_driver_is_of_one_phase_and_all_add_up() -> None:
+    spans = [
+        Span("driver", 0, trace.STEP, "step 1", 0, 100, 0),
+        Span("driver", 0, "run", "T.log", 5, 60, 0),
+        Span("driver", 0, "dispatch", "T.update", 20, 30, 1),
+        Span("driver", 0, "serialise", "T.update", 24, 28, 1),
+        Span("driver", 0, "wait", "T.update", 28, 50, 1),
+        Span("driver", 0, "collect", "T.update", 48, 52, 1),
+    ]
+    usage = usage_of(spans, "driver")
+    assert usage.phases == {"serialise": 4, "collect": 4, "dispatch": 6, "wait": 18, "run": 23, module.OWN: 45}
+    assert (sum(usage.phases.values()), usage.busy_ns, usage.idle_ns) == (100, 82, 18)
 
 
 def test_the_driver_is_idle_while_it_waits() -> None:
@@ -87,7 +126,7 @@ def test_the_driver_is_idle_while_it_waits() -> None:
         Span("driver", 0, "collect", "T.update", 90, 100, 1),
     ]
     usage = usage_of(spans, "driver")
-    assert usage.phases == {"dispatch": 10, "serialise": 10, "wait": 76, "collect": 10}
+    assert usage.phases == {"dispatch": 4, "serialise": 10, "wait": 76, "collect": 10}
     assert (usage.busy_ns, usage.idle_ns, usage.num_calls) == (24, 76, 1)
 
 
@@ -215,7 +254,7 @@ def test_the_page_holds_every_span() -> None:
                 Span(lane["role"], lane["rank"], phase, name, start, stop, spans["call"][i], spans["bytes"][i])
             )
     assert sorted(found) == sorted(SPANS)
-    assert [lane["share"] for lane in data["lanes"]] == [0.1, 0.6, 0.65]
+    assert [lane["share"] for lane in data["lanes"]] == [1.0, 0.6, 0.65]
     assert data["wall"] == 100
 
 
@@ -246,8 +285,8 @@ def test_the_subcommand_prints_a_table_and_writes_the_page(tmp_path: Path, capsy
     out = capsys.readouterr().out
     assert "3 spans were dropped" in out.replace("\n", " ")
     lines = {line.strip().partition("  ")[0]: line.split() for line in out.splitlines()}
-    assert lines["train (4 ranks)"][3:8] == ["1", "2", "s", "25.0%", "6"]
-    assert lines["rank 3"][2:5] == ["0", "0", "0.0%"]
+    assert lines["train (4 ranks)"][4:9] == ["1", "2", "s", "25.0%", "6"]
+    assert lines["rank 3"][3:6] == ["0", "0", "0.0%"]
     assert (tmp_path / "t.html").read_text() == html(*trace.read(tmp_path / "t.json.gz"))
 
 

@@ -7,14 +7,19 @@ import os
 import re
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from rayhelper import ConfigError, RayHelper, RoleError
+from rayhelper.runtimes.torchrun.placement import SpmdPlacement
 from rayhelper.worker.side_door import Door, ask, told_stacks
 from tests import warm
+from tests.backends.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -328,6 +333,58 @@ def test_a_late_call_shows_the_stacks_of_all_ranks_also_inside_a_collective(
         assert "until_the_others_gave_up" in of_rank_0
         assert "all_reduce" in message.replace(of_rank_0, "")
         assert "rayhelper-" not in message  # no thread of the library's own
+
+
+@RayHelper.worker(group="train")
+class Meeting:
+    def __init__(self) -> None:
+        self.join()
+
+    @RayHelper.function(group="train")
+    def join(self) -> None:
+        RayHelper.init_process_group("gloo", timeout_s=300)
+
+    @RayHelper.function(group="train")
+    def meet(self, given_up: Path) -> None:
+        """Rank 1 waits for rank 0 in a collective, and rank 0 until rank 1 waits no more."""
+        if RayHelper.current().rank == 1:
+            torch.distributed.all_reduce(torch.ones(1))
+        while not given_up.exists():
+            time.sleep(0.05)
+
+
+def in_a_collective(rank: int, port: int, given_up: Path) -> tuple[str, str]:
+    """What the call that rank 0 gives up comes to. The deadline of rank 1 itself is far away."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    group = {"device": "CPU", "ranks": 2, "workers": ["train"], "timeout_s": 300 if rank else 1}
+    attempt = SpmdPlacement.attempt
+
+    def attempted(*given: Any) -> Any:
+        try:
+            return attempt(*given)
+        finally:
+            if rank == 1 and "meet" in given[2]:
+                given_up.touch()
+
+    with patch.object(SpmdPlacement, "attempt", attempted), RayHelper.session({"actors": group}, runtime="torchrun"):
+        try:
+            Meeting().meet(given_up)
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def test_a_collective_that_another_rank_gave_up_is_a_late_call_before_ones_own_deadline(tmp_path: Path) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    came_to = run_ranks(2, in_a_collective, store.port, tmp_path / "given up", folder=tmp_path, joined=False)
+    for kind, message in came_to:
+        assert kind == "DeadlineError"
+        assert "Meeting.meet" in message
+        assert "still running on ranks" in message
+        assert "all_reduce" in message.split("--- ranks 1\n")[1]
+    assert "rank 0 gave it up" in came_to[1][1]
 
 
 def test_after_a_call_that_was_given_up_later_calls_say_so_until_the_next_session(

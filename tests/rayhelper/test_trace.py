@@ -15,8 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rayhelper.device_groups import DeviceGroups
 from rayhelper.errors import ConfigError
 from rayhelper.timeline import trace
+from rayhelper.timeline.recording import Recording
 from rayhelper.timeline.trace import Span, Tracer
 
 NOW = 1_790_000_000_123_456_789  # as time.time_ns() gives it: more digits than a float holds
@@ -311,6 +313,23 @@ def test_a_full_tracer_counts_what_it_drops() -> None:
     assert tracer.drain() == ([], 0)
     tracer.record(*RUN[3])
     assert tracer.drain() == ([RUN[3]], 0)
+
+
+def test_rank_0_writes_what_all_processes_recorded_and_dropped(tmp_path: Path) -> None:
+    class Others:
+        def gather(self, value: Any, *_: Any) -> list[tuple[Any, bool]]:
+            return [(value, False), (([RUN[5]], 4), False), ("a call", False)]
+
+    groups = DeviceGroups.parse({"crew": {"device": "CPU", "ranks": 3, "workers": ["train"]}})
+    recording = Recording(str(tmp_path / "t.json"), "torchrun", groups)
+    recording.tracer = Tracer(limit=1)
+    recording.tracer.record(*RUN[4])
+    recording.tracer.record(*RUN[4])
+    others: Any = Others()
+    recording.write_gathered(others)
+    spans, metadata = trace.read(tmp_path / "t.json")
+    assert sorted(spans, key=lambda span: span.rank) == RUN[4:6]
+    assert (metadata["dropped"], metadata["missing"]) == (1 + 4, ["process 2"])
 
 
 def test_threads_record_and_drain_at_once_and_nothing_is_lost() -> None:

@@ -500,7 +500,7 @@ def test_level_1_keeps_its_weights() -> None:
             {"engine_kwargs": {"quantization": "nosuch"}},
             "vllm_engine_kwargs: quantization must be one of .*fp8.*nosuch",
         ),
-        ({"sleep_level": 1}, "sleep_level=1: vLLM frees memory of GPUs alone"),
+        ({"sleep_level": 1}, "sleep_level=1: vLLM frees only memory of GPUs"),
         ({"dtype": "bfloat16"}, "float32 alone"),
     ],
 )

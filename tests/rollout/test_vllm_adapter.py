@@ -312,7 +312,7 @@ def test_what_vllm_cannot_do_is_named_before_anything_starts(keys: dict[str, Any
         ("falcon_h1", ["q_proj", "in_proj"], r"layers in_proj of falcon_h1[.] .*lora_target_modules: \[q_proj\]"),
         ("nemotron_h", ["all-linear"], "layers in_proj, out_proj of nemotron_h"),
         *(
-            (name, ["q_proj"], f"beside experts on a CPU, as {name} has")
+            (name, ["q_proj"], f"on a CPU with the experts of {name}")
             for name in ("qwen2_moe", "gpt_oss", "llama4_text")
         ),
         ("nemotron_h", ["q_proj"], None),

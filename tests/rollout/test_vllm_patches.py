@@ -19,7 +19,7 @@ from trainers.parts.fingerprints import fingerprints
 from trainers.rollout.base import Sampling
 from trainers.rollout.vllm import decoding, patches
 from trainers.rollout.vllm.engine import VllmEngine
-from trainers.rollout.vllm.model import check_experts, model_fingerprints, scale_logits
+from trainers.rollout.vllm.model import as_in_files, check_experts, model_fingerprints, scale_logits
 from trainers.rollout.vllm.start import variables
 
 pytestmark = pytest.mark.xdist_group("vllm")
@@ -654,6 +654,18 @@ def test_experts_in_a_layout_of_their_own_are_refused(backend: str, is_plain: bo
         check_experts(model)
 
 
+@pytest.mark.parametrize("is_exchanged", [True, False])
+def test_stacks_of_experts_come_as_the_models_own_files_have_them(is_exchanged: bool) -> None:
+    model: Any = torch.nn.Linear(1, 1)
+    model.is_fused_checkpoint_transposed = is_exchanged
+    name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    sent = {name: torch.randn(2, 3, 4), name.replace("experts", "gate"): torch.randn(2, 3, 4)}
+    found = dict(as_in_files(sent.items(), model))
+    assert found.keys() == sent.keys()
+    for key, weight in sent.items():
+        assert torch.equal(found[key], weight.transpose(1, 2) if is_exchanged and key == name else weight)
+
+
 def test_a_temperature_multiplies_the_scale_that_a_model_has_itself() -> None:
     model = SimpleNamespace(logits_processor=SimpleNamespace(scale=0.25))  # Granite
     for temperature in (0.7, 2.0, 1.0):
@@ -679,6 +691,71 @@ def test_requests_that_have_computed_nothing_are_salted_again() -> None:
         "runs": ("1", ["old"]),
     }
     assert hashed == ["waits"]
+
+
+def test_what_older_weights_made_of_pictures_is_not_found_by_requests_that_wait() -> None:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    def request(num_computed_tokens: int) -> SimpleNamespace:
+        seen = MultiModalFeatureSpec(None, "image", "1:abc-0", PlaceholderRange(2, 4))
+        fields = {"cache_salt": "1", "block_hashes": [], "update_block_hashes": lambda: None, "mm_features": [seen]}
+        return SimpleNamespace(num_computed_tokens=num_computed_tokens, **fields)
+
+    requests = {"waits": request(0), "runs": request(5)}
+    patches.salt_again(SimpleNamespace(requests=requests), "2")
+    assert {name: one.mm_features[0].identifier for name, one in requests.items()} == {
+        "waits": "2:abc-0",
+        "runs": "1:abc-0",
+    }
+
+
+def test_convolutions_of_delta_layers_take_new_weights_on_a_cpu() -> None:
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    def packed(weight: torch.Tensor) -> torch.nn.Module:
+        layer = torch.nn.Module()
+        layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        return layer
+
+    old, new = (torch.randn(64, 1, 4, dtype=torch.bfloat16) for _ in range(2))
+    layer, expected = packed(old), packed(new)
+    with patches.plain_convolutions(layer):
+        assert torch.equal(layer.weight, old)
+        layer.weight.copy_(new)
+    assert torch.equal(layer.weight, expected.weight)
+    with patches.plain_convolutions(layer):
+        assert torch.equal(layer.weight, new)
+
+
+def test_decays_of_delta_layers_are_told_by_the_workers_that_have_their_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed import parallel_state
+
+    whole = {f"layers.0.{name}": torch.randn(16) for name in ("A_log", "dt_bias", "norm")}
+    group = SimpleNamespace(device_group=None)
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **named: None)
+    found = Counter[str]()
+    for rank in range(2):
+        monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        layer = torch.nn.Module()
+        for name, value in whole.items():
+            part = value if name.endswith("norm") else value[8 * rank : 8 * rank + 8]
+            layer.register_parameter(name.rpartition(".")[2], torch.nn.Parameter(part))
+        model = torch.nn.Module()
+        model.layers = torch.nn.ModuleList([layer])
+        found.update(model_fingerprints(torch.float32, model))
+    wrapped = {name: (value + 2**63) % 2**64 - 2**63 for name, value in found.items()}
+    assert wrapped == fingerprints(whole.items())
+
+
+def test_small_products_are_not_packed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers import utils
+
+    monkeypatch.setattr(utils, "check_cpu_sgl_kernel", lambda *_: True)  # as with AMX
+    patches.plain_products()
+    assert utils.check_cpu_sgl_kernel(16, 32, torch.bfloat16) is False
 
 
 @pytest.mark.parametrize("missing", patches.SALTED)

@@ -241,8 +241,8 @@ def test_plans_ask_the_command_line_whose_roles_they_are(tmp_path: Path) -> None
     [
         ("Undecorated", r"raft.py:Undecorated has no roles. Write @RayHelper.worker\(group=\[...\]\) above the class"),
         ("NoTrain", r"raft.py:NoTrain has no method train\(self\), which trains and returns"),
-        ("NoConfig", r"does not say what its keys are. Write def __init__\(self, config: MyConfig\) -> None, with a "),
-        ("UnknownConfig", "does not say what its keys are.* that is known where the class is defined"),
+        ("NoConfig", r"does not name its keys. Write def __init__\(self, config: MyConfig\) -> None, with a "),
+        ("UnknownConfig", "does not name its keys.* that is known where the class is defined"),
         ("AnyConfig", r"the config of .*raft.py:AnyConfig is a dict, which must be a dataclass that extends TrainConf"),
         (
             "ForgottenConfig",

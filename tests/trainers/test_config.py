@@ -50,7 +50,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"warmup_ratio": 1.5}, ["warmup_ratio", "[0, 1)", "1.5"]),
     ({"torch_compile": True, "activation_memory_budget": 1.5}, ["activation_memory_budget", "[0, 1]", "1.5"]),
     ({"logits_memory_gib": -1}, ["logits_memory_gib", "at least 0", "-1"]),
-    ({"activation_memory_budget": 0.5}, ["activation_memory_budget is 0.5", "torch_compile is false"]),
+    ({"activation_memory_budget": 0.5}, ["activation_memory_budget is 0.5", "torch_compile is not true"]),
     ({"warmup_ratio": 0.1, "warmup_steps": 5}, ["warmup_ratio=0.1", "warmup_steps=5", "remove one"]),
     ({"max_steps": 0, "num_train_epochs": 0}, ["nothing would be trained", "max_steps", "num_train_epochs"]),
     (

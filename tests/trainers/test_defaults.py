@@ -25,7 +25,7 @@ from trainers.kto.config import KTOConfig
 from trainers.sampling.config import SamplingConfig
 from trainers.sft.config import PretrainConfig, SFTConfig
 
-THEIRS = "attn_impl: sdpa\n"  # a key that ms-swift alone has, and that says nothing of training
+THEIRS = "attn_impl: sdpa\n"  # a key that only ms-swift has, and that says nothing of training
 
 
 def load(kind: type[Any], text: str, tmp_path: Path, *argv: str) -> Any:

@@ -75,7 +75,7 @@ def test_variables_say_nothing_in_a_file_of_trl(monkeypatch: pytest.MonkeyPatch)
         (EmbeddingConfig, {"infonce_use_batch": False, "infonce_include_qq": True}, "infonce_use_batch is false"),
         (EmbeddingConfig, {"infonce_fake_neg_margin": 0.3}, "infonce_mask_fake_negative is false"),
         (EmbeddingConfig, {"mrl_dims": {"a": 1.0}}, "mrl_dims holds a: 1.0"),
-        (EmbeddingConfig, {"token_budget": "auto"}, "dropout would differ between the two passes"),
+        (EmbeddingConfig, {"token_budget": "auto"}, "Dropout would then differ between the two passes"),
         (EmbeddingConfig, {"backend": "megatron"}, "trains no embedding models yet"),
         (EmbeddingConfig, {"use_chat_template": False, "end_token": "x"}, "use_chat_template is false"),
         (RerankingConfig, {"listwise_reranker_temperature": 0.5}, "loss_type is pointwise_reranker"),
@@ -97,7 +97,7 @@ def test_models_that_would_be_read_wrongly_are_refused(tmp_path: Path) -> None:
         tiny_tokenizer().save_pretrained(tmp_path / name)
     rows = [{"query": "a", "positive": "b"}]
     typed = RerankingConfig(model=str(tmp_path / "bert"), dataset=rows)
-    with pytest.raises(ConfigError, match="tells query and document apart by token types"):
+    with pytest.raises(ConfigError, match="distinguishes query and document by token types"):
         RerankingTrainer.check(typed, None)
     RerankingTrainer.check(RerankingConfig(model=str(tmp_path / "roberta"), dataset=rows), None)
     of_roberta: dict[str, Any] = {"model": str(tmp_path / "roberta"), "dataset": rows}

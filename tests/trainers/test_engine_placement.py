@@ -56,7 +56,7 @@ MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "a GPU too few": ({"vllm_tensor_parallel_size": 4}, apart(2), "Make the two equal"),
     "a worker remains": ({"vllm_tensor_parallel_size": 3}, apart(), "does not divide the 4 workers of role rollout"),
     "slices of each": ({"vllm_tensor_parallel_size": 2}, TOGETHER, "workers that also train have a slice each"),
-    "sleeps on a CPU": ({"sleep_level": 1}, ON_CPU, "sleep_level=1: vLLM frees memory of GPUs alone"),
+    "sleeps on a CPU": ({"sleep_level": 1}, ON_CPU, "sleep_level=1: vLLM frees only memory of GPUs"),
     "no room to complete": ({"vllm_max_model_len": 512}, None, "no room for a prompt of at least 1 and a comp"),
     "no room for both": ({"vllm_max_model_len": 611, "max_prompt_length": 100}, None, "no room for a prompt of 100"),
     "no room by vLLM's name": (

@@ -439,7 +439,7 @@ def test_environments_and_tools_have_names(monkeypatch: pytest.MonkeyPatch) -> N
         resolve_environment({"name": "countdown", "speed": 2})
     with pytest.raises(ValueError, match="has no method step"):
         resolve_environment(type("Half", (), {"reset": lambda self, row: None}))
-    with pytest.raises(ValueError, match="tool 'undocumented' cannot be told to a model"):
+    with pytest.raises(ValueError, match="tool 'undocumented' cannot be described to a model"):
         resolve_tools([lambda_named("undocumented")])
 
 

@@ -131,7 +131,7 @@ def test_an_engine_beside_training_gets_them_before_every_generation() -> None:
 
 @pytest.mark.parametrize("door", ["room for weights", "copy", "wake"])
 def test_a_worker_that_trains_and_generates_cannot_be_replaced(door: str) -> None:
-    with pytest.raises(EngineLostError, match="what it had learned is gone"):
+    with pytest.raises(EngineLostError, match="its learned state is lost"):
         Doors(**{door: [lost()]}).generator("copied").update()
 
 

@@ -9,6 +9,7 @@ import pickle
 import re
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import peft  # noqa: F401  (it sets a variable of the environment when it is first imported)
 import pytest
 import torch
+from transformers import AutoConfig
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from rayhelper.planning.model_shape import ModelShape
@@ -39,9 +41,10 @@ from trainers.backends.megatron.fields import (
 )
 from trainers.backends.megatron.layers import implementation
 from trainers.backends.megatron.settings import MegatronSettings, layout_mistakes, setting_mistakes
+from trainers.backends.own_code import own_code_mistake
 from trainers.cli import load_config
 from trainers.configuration.megatron import MegatronConfig
-from trainers.configuration.megatron_checks import check_megatron, models_of
+from trainers.configuration.megatron_checks import check_megatron, models_of, shape_of
 from trainers.configuration.shared import TrainConfig, megatron_settings
 from trainers.dpo.config import DPOConfig
 from trainers.dpo.trainer import DPOTrainer
@@ -49,6 +52,7 @@ from trainers.gkd.config import GKDConfig
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.parts.engine import build_engine
+from trainers.parts.model_checks import check_vision_model, check_whole, configuration_of
 from trainers.parts.models import build_backend, num_shards
 from trainers.ppo.config import PPOConfig
 from trainers.sft.config import SFTConfig
@@ -780,7 +784,7 @@ def test_the_backend_is_built_with_its_settings_and_what_every_backend_is_told(b
     )
     of_fsdp = set(inspect.signature(FsdpBackend).parameters)
     of_sharding = {"sharding", "reshard_after_forward", "offload_params", "torch_compile", "gradient_checkpointing"}
-    of_sharding |= {"activation_memory_budget"}
+    of_sharding |= {"activation_memory_budget", "cuda_graphs"}
     in_settings = {"optimizer_offload"}
     others = {"padding_free", "model_init_kwargs", "device", "num_labels", "router_aux_loss_coef"}
     others |= {"neftune_noise_alpha", "tuner", "quantization", "sequence_parallel_size", "pooling"}
@@ -937,6 +941,43 @@ def test_a_model_that_also_sees_is_judged_by_its_language_model() -> None:
     assert "its linear_num_value_heads 5 are no multiple of its linear_num_key_heads 2" in mistake
     (mistake,) = architecture_mistakes({"model_type": "qwen3_5_moe_text", "num_experts_per_tok": 1})
     assert "num_experts_per_tok 1" in mistake
+
+
+def test_of_a_model_that_speaks_the_thinker_is_judged() -> None:
+    whole = {"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": {"num_experts_per_tok": 1}}}
+    (mistake,) = architecture_mistakes(whole)
+    assert "norm_topk_prob is true with num_experts_per_tok 1" in mistake
+    assert not list(architecture_mistakes({"model_type": "internvl", "text_config": {"model_type": "qwen3"}}))
+    (mistake,) = architecture_mistakes({"model_type": "internvl", "text_config": {"model_type": "gpt_oss"}})
+    assert "architecture 'gpt_oss' is not known" in mistake
+    (mistake,) = architecture_mistakes({"model_type": "qwen3_vl_moe_text", "norm_topk_prob": False})
+    assert "its norm_topk_prob is false" in mistake
+
+
+@pytest.mark.parametrize(("name", "instead"), [("InternVL3-8B", "-hf"), ("InternVL3_5-30B-A3B", "-HF")])
+def test_a_model_with_its_own_code_is_refused_with_the_name_of_the_other_form(
+    name: str, instead: str, tmp_path: Path
+) -> None:
+    code = {"AutoConfig": "configuration.Configuration"}
+    model = folder(tmp_path, {"model_type": "internvl_chat", "auto_map": code}, name)
+    told = re.escape(
+        "comes with code of its own, which is not run here. The hub has its weights for transformers' own "
+    )
+    for asked in (shape_of, partial(configuration_of, trust_remote_code=False)):
+        with pytest.raises(ConfigError, match=rf"{told}.* Write model: {model}{instead}$"):
+            asked(model)
+    assert "model_type: internvl" in str(own_code_mistake("InternVL3-2B-Pretrained", {"model_type": "internvl_chat"}))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_a_model_that_speaks_is_trained_by_megatron_on_given_answers_alone(kind: str) -> None:
+    whole = AutoConfig.for_model(kind)
+    check_whole(whole, "m", "megatron")
+    with pytest.raises(ConfigError, match=r"also hears and speaks.* Write backend: megatron"):
+        check_whole(whole, "m", "fsdp")
+    check_vision_model(config(SFTConfig, model="m"), whole)
+    with pytest.raises(ConfigError, match="no engine completes prompts for such a model"):
+        check_vision_model(config(GRPOConfig, model="m", reward_funcs=["format"]), whole)
 
 
 def test_a_mistral_without_a_window_is_known() -> None:

@@ -71,14 +71,23 @@ def test_commands_of_ms_swift_are_commands_of_ours() -> None:
             spelled(words)
 
 
-def test_their_megatron_trains_with_no_other_backend(tmp_path: Path) -> None:
-    (tmp_path / "x.yaml").write_text("model: m\nbackend: fsdp\n")
-    for words in (["--backend", "fsdp"], ["--backend=fsdp"], [str(tmp_path / "x.yaml")]):
-        with pytest.raises(ConfigError, match=r"backend says fsdp\. Write swift sft"):
-            spelled(["megatron", "sft", *words])
+def test_their_megatron_trains_with_the_backend_that_is_named(tmp_path: Path) -> None:
+    """A refusal says "Write backend: fsdp", and that is all there is to write."""
     given = ["--backend", "megatron"]
     assert spelled(["megatron", "sft", *given])[1] == [*given, "--defaults", "ms-swift"]
     assert spelled(["swift", "sft", "--backend=fsdp"])[1][0] == "--backend=fsdp"
+    (tmp_path / "x.yaml").write_text("model: m\ndataset: d\nbackend: fsdp\ntensor_model_parallel_size: 2\n")
+    words = "--expert_model_parallel_size 8 --moe_grouped_gemm true --moe_permute_fusion true --micro_batch_size 2"
+    _, arguments = spelled(["megatron", "sft", str(tmp_path / "x.yaml"), *words.split()])
+    config = load_config(SFTConfig, arguments)
+    assert (config.backend, config.tensor_model_parallel_size, config.moe_grouped_gemm) == ("fsdp", 1, False)
+    # Megatron's defaults of ms-swift, not those of ``swift``
+    assert (config.tuner_type, config.global_batch_size, config.per_device_train_batch_size) == ("full", 16, 2)
+    _, arguments = spelled(["megatron", "sft", *"--model m --dataset d --backend=fsdp --train_type lora".split()])
+    assert load_config(SFTConfig, arguments).tuner_type == "lora"
+    for key, remedy in (("moe_aux_loss_coeff", "Write router_aux_loss_coef"), ("moe_expert_capacity_factor", "Remove")):
+        with pytest.raises(ConfigError, match=rf"{key} is Megatron's.*{remedy}"):
+            load_config(SFTConfig, [*arguments, f"--{key}", "2"])
 
 
 def test_a_file_may_come_first_without_its_option(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_label_smoothing_of_sigmoid_is_that_of_conservative_dpo(read: Any) -> No
     [
         ("--loss_type bco_pair", "running mean"),
         ("--loss_type ipo sft", "divides all losses by lengths"),
-        ("--ld_alpha 0.5", "weighs the policy alone"),
+        ("--ld_alpha 0.5", "weighs only the policy"),
     ],
 )
 def test_losses_of_pairs_that_are_others_there_are_refused(read: Any, words: str, why: str) -> None:

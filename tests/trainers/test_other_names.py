@@ -245,6 +245,23 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
         "backend: megatron\nmoe_router_fusion: true\nmegatron: {bucket_size: 1}",
         MEGATRON | {"megatron": {"bucket_size": 1, "moe_router_fusion": True}},
     ),
+    (
+        SFTConfig,  # Megatron's products in fp8
+        "backend: megatron\nfp8_format: e4m3\nfp8_recipe: blockwise\nfp8_param_gather: true\n"
+        "fp8_amax_history_len: 4\ndefaults: trl",
+        MEGATRON | {"megatron": {"fp8": "e4m3", "fp8_recipe": "blockwise"}},
+    ),
+    (
+        SFTConfig,  # without a format nothing is in fp8, and nothing predicts further tokens
+        "backend: megatron\nfp8_recipe: blockwise\nmtp_num_layers: null\nlinear_decoupled_in_proj: true\ndefaults: trl",
+        MEGATRON,
+    ),
+    (
+        SFTConfig,
+        "backend: megatron\ntuner_type: lora\ntarget_modules: [linear_qkv, linear_proj, mlp.gate_proj]\ndefaults: trl",
+        MEGATRON
+        | {"tuner_type": "lora", "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "mlp.gate_proj"]},
+    ),
     (SFTConfig, "backend: megatron\nmegatron: null", MEGATRON | {"megatron": {}}),
     (
         SFTConfig,
@@ -382,7 +399,7 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     ),
     (SFTConfig, "save_steps: 0.25\nmax_steps: 10", "0.25 of max_steps 10 is 3"),  # rounded up, as in transformers
     (SFTConfig, "logging_steps: 0.1", "logging_steps 0.1 is a share of the run, which is not supported"),
-    (SFTConfig, "rlhf_type: no_such", "Write python -m trainers rlhf (of ms-swift's commands: swift rlhf or megatron"),
+    (SFTConfig, "rlhf_type: no_such", "Write rayhelper rlhf (of ms-swift's commands: swift rlhf or megatron"),
     (SFTConfig, "backend: megatron\ndeepspeed: zero3", "deepspeed zero3 is of backend: fsdp"),
     (SFTConfig, "backend: megatron\nsequence_parallel_size: 2", "Write context_parallel_size: 2 in its place"),
     (SamplingConfig, "sequence_parallel_size: 2", "nothing is trained or scored by a backend here. Remove it"),
@@ -392,6 +409,8 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "backend: megatron\nqk_clip: true",
         "unknown key qk_clip; fields of megatron-core stand in megatron: {",
     ),
+    (SFTConfig, "backend: megatron\nmtp_num_layers: 1", "layers that predict further tokens are not trained"),
+    (SFTConfig, "fp8_format: hybrid", "fp8_format is not supported: it is a setting of Megatron's"),
     (SFTConfig, "backend: megatron\nqk_clop: true", "unknown key qk_clop; --help"),  # no field of megatron-core either
     (
         SFTConfig,
@@ -450,9 +469,9 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (
         GRPOConfig,
         "rlhf_type: gkd",
-        "rlhf_type is gkd, but this is python -m trainers.grpo. Write python -m trainers rlhf",
+        "rlhf_type is gkd, but this is rayhelper grpo. Write rayhelper rlhf",
     ),
-    (SFTConfig, "rlhf_type: dpo", "rlhf_type is dpo, but this is python -m trainers.sft"),
+    (SFTConfig, "rlhf_type: dpo", "rlhf_type is dpo, but this is rayhelper sft"),
     (GRPOConfig, "use_vllm: 'yes'", "use_vllm must be true or false, got 'yes'"),
     (GRPOConfig, "use_vllm: true\nrollout_engine: hf", "use_vllm means rollout_engine: vllm, but rollout_engine is hf"),
     (GRPOConfig, "use_vllm: true\nvllm_mode: server", "give rollout a device group of its own"),

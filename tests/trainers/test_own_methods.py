@@ -203,7 +203,7 @@ def test_advantages_of_an_own_estimator_may_be_of_completions_or_of_tokens() -> 
         ({"loss_type": "dppo_tv", "dppo_ratio_cap": 0.5}, "dppo_ratio_cap must be at least 1"),
         ({"rollout_rejection": "token_k1"}, "rollout_rejection=token_k1 needs rollout_rejection_max"),
         ({"rollout_rejection_max": 2.0}, "bounds of rollout_rejection, which is not set"),
-        ({"rollout_rejection": "token_k3", "rollout_rejection_max": 1, "rollout_rejection_min": 0.1}, "is of k1 alone"),
+        ({"rollout_rejection": "token_k3", "rollout_rejection_max": 1, "rollout_rejection_min": 0.1}, "is only for k1"),
         ({"rollout_rejection": "token_k1", "rollout_rejection_max": 0.5}, "rollout_rejection_max=0.5 leaves nothing"),
         ({"rollout_rejection": "token_k1", "rollout_rejection_max": -1.0}, "must be positive"),
         ({"loss_type": "gmpo", "top_entropy_quantile": 0.2}, "gmpo multiplies the ratios of all tokens"),

@@ -195,6 +195,11 @@ def test_a_run_that_resumes_takes_the_model_that_was_built_before(
     assert len(seen) == 7
 
 
+def test_a_signal_while_a_plugins_code_runs_is_no_mistake_of_the_plugin() -> None:
+    with pytest.raises(Stopped), mistakes_of("dataset"):
+        raise Stopped(143)
+
+
 def test_a_plugin_that_exits_as_it_is_imported_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     told = r"external_plugins: its code called sys.exit\(0\)"

@@ -659,12 +659,12 @@ def test_vespo_and_fipo_report_their_mean_weights() -> None:
     [
         ({"loss_type": "ppo"}, "loss_type must be one of grpo, bnpo, dr_grpo, dapo, cispo, sapo, .*, got 'ppo'"),
         ({"loss_type": "real"}, "Its nearest relative here is sapo"),
-        ({"rollout_ratios": torch.zeros(5)}, "rollout_ratios must hold one value a sequence"),
+        ({"rollout_ratios": torch.zeros(5)}, "rollout_ratios must hold one value per sequence"),
         ({"importance_sampling_level": "word"}, "importance_sampling_level must be one of token, sequence"),
         ({"beta": 0.1, "ref_logps_BT": None}, "pass ref_logps_BT"),
         ({"old_logps_BT": torch.zeros(5, 3)}, r"old_logps_BT must have the mask's shape \(5, 4\), got \(5, 3\)"),
-        ({"advantages": torch.zeros(4)}, r"advantages must hold one value a sequence \(5\)"),
-        ({"token_weights": torch.zeros(1, 4)}, r"token_weights must hold one value a sequence"),
+        ({"advantages": torch.zeros(4)}, r"advantages must hold one value per sequence \(5\)"),
+        ({"token_weights": torch.zeros(1, 4)}, r"token_weights must hold one value per sequence"),
     ],
 )
 def test_mistakes_are_named(changes: dict[str, Any], words: str) -> None:

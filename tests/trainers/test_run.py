@@ -28,6 +28,8 @@ from trainers.metrics import Metrics
 from trainers.parts.checks import num_train_shards
 from trainers.parts.models import resolve_dtype
 from trainers.parts.tokenizer import load_tokenizer
+from trainers.plugins import MODELS, _Entry, resolve_model
+from trainers.run import stopping
 from trainers.run.going_on import builds_model
 from trainers.run.run import Run, saved_order
 from trainers.run.stopping import StepGivenUp, Stop, Stopped
@@ -134,7 +136,32 @@ def test_resume_without_a_checkpoint_says_that_the_run_starts_at_step_0(
     assert "write resume_from_checkpoint" not in told
 
 
-def test_a_run_inside_a_plugin_gives_no_advice_about_the_command(
+def test_a_run_inside_a_plugin_continues_where_the_command_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+
+    def built(output_dir: Path, seed: int) -> Path:
+        folder = output_dir / "warm"
+        with opened(folder, num_steps=4, seed=seed) as run:
+            begun.append(run.step)
+            stepped(run, 2)
+            if run.step == 2:
+                run.save_checkpoint(Nothing().save, Nothing())
+                run.end_early(Stop("SIGTERM", 143))
+        (folder / "config.json").write_text("{}")
+        return folder
+
+    monkeypatch.setitem(MODELS.entries, "warm", _Entry(built, (__file__, "built")))
+    for reuse in (False, False):
+        with pytest.raises(Stopped):
+            resolve_model("warm", output_dir=tmp_path, seed=7, reuse=reuse)
+    resolve_model("warm", output_dir=tmp_path, seed=7, reuse=True)
+    resolve_model("warm", output_dir=tmp_path, seed=7, reuse=True)  # which is whole, and not built again
+    assert begun == [0, 0, 2]
+
+
+def test_a_run_inside_a_plugin_gives_advice_about_the_command_only_if_it_ends_early(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     token = builds_model.set("addition")
@@ -148,8 +175,8 @@ def test_a_run_inside_a_plugin_gives_no_advice_about_the_command(
     finally:
         builds_model.reset(token)
     told = capsys.readouterr().out
-    assert "This run builds model 'addition' of a plugin. The same command begins it at step 0" in told
-    assert "resume_from_checkpoint" not in told
+    assert told.count("resume_from_checkpoint") == 1
+    assert "To go on, run the same command with --resume_from_checkpoint auto" in told.partition("the model is in")[0]
 
 
 def test_the_end_says_that_an_adapter_is_merged_and_where_it_is_alone(
@@ -330,7 +357,24 @@ def test_a_run_whose_step_hangs_after_sigterm_names_the_checkpoint_to_go_on_from
     assert "time.sleep(100)" in told
     assert f"stopped after step 3 of 9; saved before: {tmp_path / 'checkpoint-2'}. To go on, run the same" in told
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
-    assert "stopped in a step that did not end, and not saved" in (tmp_path / "run.json").read_text()
+    assert "stopped in a step or in saving that did not end, and not saved" in (tmp_path / "run.json").read_text()
+
+
+def test_a_run_whose_checkpoint_hangs_after_sigterm_ends_with_the_one_before(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hanging(Loop):
+        def save(self, folder: Path) -> None:
+            super().save(folder)
+            if checkpoints(tmp_path):
+                signal.raise_signal(signal.SIGTERM)
+                time.sleep(100)
+
+    monkeypatch.setattr(stopping, "SAVE_GRACE_S", 0.0)
+    with pytest.raises(StepGivenUp), opened(tmp_path, save_steps=2) as run:
+        Hanging().train(run)
+    assert f"stopped after step 4 of 9; saved before: {tmp_path / 'checkpoint-2'}" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.inf, math.nan])

@@ -203,7 +203,7 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda _, choice: {"response_token_ids": choice.token_ids, "response_loss_mask": [1]}, "of 1 for 3"),
     (lambda _, choice: {"response_token_ids": choice.token_ids, "response_loss_mask": [0.5, 1, 1]}, "0 or 1 for each"),
     (lambda *_: {"rollout_logprobs": [-5.0]}, "not the engine's"),
-    (lambda *_: {"rollout_infos": {"images": ["x.png"]}}, "models of texts alone"),
+    (lambda *_: {"rollout_infos": {"images": ["x.png"]}}, "only models of texts"),
 ]
 
 
@@ -362,5 +362,5 @@ def test_gkd_leaves_out_rows_whose_prompts_are_too_long(model: str, tmp_path: Pa
     }
     trainer = GKDTrainer(gkd_config(model, tmp_path, **keys))
     assert trainer.rows["prompt"] == ["abc", "ab", "abcdef"]
-    with pytest.raises(ConfigError, match="drop_long_prompts is of prompts alone"):
+    with pytest.raises(ConfigError, match="drop_long_prompts only drops prompts"):
         gkd_config(model, tmp_path, **keys | {"lmbda": 0.5})

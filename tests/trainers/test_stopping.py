@@ -70,11 +70,18 @@ def test_sigterm_while_workers_start_exits_with_143() -> None:
     assert ended.value.code == 143
 
 
-def test_a_step_that_hangs_after_sigterm_is_given_up_and_told(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("work", "what"), [("step", "the step"), ("saving", "saving"), ("loading", "loading")])
+def test_what_hangs_after_sigterm_is_given_up_and_told(
+    work: str, what: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = [signal.getsignal(one) for one in SIGNALS]
+    monkeypatch.setattr(stopping, "FIRST_SAVE_GRACE_S", 0.1)
 
     def hang() -> None:
-        with StopSignals(with_interrupt=False, grace_s=0.1, where=lambda: "here") as signals, signals.watch.step():
+        with (
+            StopSignals(with_interrupt=False, grace_s=0.1, where=lambda: "here") as signals,
+            getattr(signals.watch, work)(),
+        ):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(100)
 
@@ -82,9 +89,32 @@ def test_a_step_that_hangs_after_sigterm_is_given_up_and_told(capfd: pytest.Capt
         hang()
     told = capfd.readouterr().err
     assert "SIGTERM: the run finishes this step, saves a checkpoint and ends" in told
-    assert "SIGTERM: the step did not end within 0.1 s (stop_grace_s) and is given up\nhere" in told
+    rule = "" if work == "saving" else " (stop_grace_s)"
+    assert f"SIGTERM: {what} did not end within 0.1 s{rule} and is given up\nhere" in told
     assert [signal.getsignal(one) for one in SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_saving_is_watched_after_a_step_that_ended_just_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "FIRST_SAVE_GRACE_S", 0.0)
+    asked, ended = threading.Event(), threading.Event()
+
+    def where() -> str:
+        asked.set()
+        ended.wait()
+        return ""
+
+    def hang() -> None:
+        with StopSignals(with_interrupt=False, grace_s=0.0, where=where) as signals:
+            with signals.watch.step():
+                os.kill(os.getpid(), signal.SIGTERM)
+                asked.wait()
+            ended.set()
+            with signals.watch.saving():
+                time.sleep(100)
+
+    with pytest.raises(GivenUp):
+        hang()
 
 
 def test_a_step_that_is_only_slow_ends_and_another_signal_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,18 +127,34 @@ def test_a_step_that_is_only_slow_ends_and_another_signal_waits_for_it(monkeypat
         assert signals.stop() == Stop("SIGUSR1", 143)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(2 * stopping.STEP_LOOK_S)
-        signals.watch.longest_s = 1000.0
+        signals.watch.steps.longest_s = 1000.0
         with signals.watch.step():
             time.sleep(2 * stopping.STEP_LOOK_S)
 
 
-def test_a_signal_to_a_forked_child_is_not_the_parents() -> None:
-    with StopSignals(with_interrupt=False, grace_s=0.0) as signals, signals.watch.step():
+def test_saving_has_the_time_of_a_checkpoint_whatever_a_step_has() -> None:
+    """A checkpoint may take longer than a step; how long, only the one before shows."""
+    watch = StopSignals(with_interrupt=False, grace_s=1.0).watch
+    assert watch.limit_s(watch.savings) == stopping.FIRST_SAVE_GRACE_S
+    assert [watch.limit_s(one) for one in (watch.steps, watch.loadings)] == [1.0, 1.0]
+    watch.savings.longest_s = 2.0
+    assert watch.limit_s(watch.savings) == stopping.SAVE_GRACE_S
+    watch.savings.longest_s = 500.0
+    assert watch.limit_s(watch.savings) == 1000.0
+    watch.grace_s = 7000.0
+    assert watch.limit_s(watch.savings) == 7000.0
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_forked_child_ends_by_signals_that_its_parent_notes(number: signal.Signals) -> None:
+    """As the children of multiprocessing and of a DataLoader are ended by SIGTERM."""
+    with ends_by_sigterm(), StopSignals(with_interrupt=True, grace_s=0.0) as signals, signals.watch.step():
         child = os.fork()
         if child == 0:
-            signal.raise_signal(signal.SIGTERM)
-            os._exit(0 if signals.noted else 1)
-        assert os.waitpid(child, 0)[1] == 0
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                os.kill(os.getpid(), number)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -number
         time.sleep(2 * stopping.STEP_LOOK_S)
         assert signals.watch.thread is not None
         assert signals.watch.thread.is_alive()

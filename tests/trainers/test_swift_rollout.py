@@ -59,13 +59,33 @@ def test_an_offer_is_read_as_ms_swift_reads_the_command() -> None:
         ([], "--model must be given"),
         (["--model", "m", "--vllm_data_parallel_size", "3"], "needs 3 GPUs, and there are 2: 6,7"),
         (["--model", "m", "--vllm_tensor_parallel_size", "0"], "must be a whole number above 0"),
-        (["--model", "m", "--multi_turn_scheduler", "s", "--max_turns", "3"], "multi_turn_scheduler, max_turns: not a"),
+        (["--model", "m", "--lora_rank", "8", "--template", "t"], "lora_rank, template: not a key of an engine"),
+        (["--model", "m", "--multi_turn_scheduler", "os:system"], "os:system is not the name of a scheduler"),
         (["--model", "m", "--host", "10.0.0.1"], "answers on this node only"),
     ],
 )
 def test_what_no_engine_reads_is_refused(words: list[str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         Offer.of(words, TWO)
+
+
+def test_a_run_plays_the_turns_of_its_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """ms-swift's frozen_lake_server.sh: the server's command says the turns. Files are those of the run alone."""
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text("")
+    words = f"--model m --multi_turn_scheduler gym_scheduler --gym_env lake --max_turns 10 --external_plugins {plugin}"
+    offer = Offer.of(words.split(), TWO)
+    assert offer.engine == {}
+    with serving(answering(offer, 0)) as port:
+        assert asked(port, 0) == offer
+    with_offers(monkeypatch, at8000=offer)
+    with pytest.raises(ConfigError, match=r"Write external_plugins: .* in the training command"):
+        engine_of_server(SERVER, SIX)
+    named = SERVER | {"external_plugins": str(plugin)}
+    arguments, _ = engine_of_server(named | {"max_turns": "10"}, SIX)
+    assert arguments[4:] == ["--multi_turn_scheduler", "gym_scheduler", "--gym_env", "lake"]
+    with pytest.raises(ConfigError, match="has max_turns 10, and this run 9"):
+        engine_of_server(named | {"max_turns": "9"}, SIX)
 
 
 def test_one_run_at_a_time_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +126,7 @@ def test_another_program_at_the_port_is_named(said: bytes) -> None:
     handler = type("Says", (Another,), {"said": said})
     with (
         serving(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as port,
-        pytest.raises(ConfigError, match=f"127.0.0.1:{port} is not python -m trainers swift rollout"),
+        pytest.raises(ConfigError, match=f"127.0.0.1:{port} is not rayhelper swift rollout"),
     ):
         asked(port, 0)
 
@@ -115,7 +135,7 @@ def test_nobody_at_the_port_ends_after_the_wait(capsys: pytest.CaptureFixture[st
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(ConfigError, match=f"Start python -m trainers swift rollout --model MODEL --port {port}"):
+    with pytest.raises(ConfigError, match=f"Start rayhelper swift rollout --model MODEL --port {port}"):
         asked(port, 0.01)
     assert f"waiting up to 0.01 s for swift rollout at 127.0.0.1:{port}" in capsys.readouterr().err
 

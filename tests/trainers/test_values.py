@@ -385,7 +385,7 @@ def test_a_model_that_sees_is_refused_where_its_tower_would_be_lost() -> None:
 
 def test_an_engine_that_quantizes_its_weights_is_refused_unless_it_keeps_them() -> None:
     keys = {**NEEDED, "reward_funcs": ["exact_answer"], "rollout_engine": "vllm"}
-    with pytest.raises(ConfigError, match=r"takes new ones wrongly.*vllm_enable_lora: true"):
+    with pytest.raises(ConfigError, match=r"cannot take new weights.*vllm_enable_lora: true"):
         GRPOConfig(**keys, vllm_engine_kwargs={"quantization": "fp8"})
     GRPOConfig(**keys, vllm_engine_kwargs={"quantization": None})
     GRPOConfig(**keys, vllm_engine_kwargs={"quantization": "fp8"}, tuner_type="lora", vllm_enable_lora=True)

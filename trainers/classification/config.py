@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
-from trainers.configuration.shared import TrainConfig, at_least, unread
+from trainers.configuration.shared import TrainConfig, unread
+from trainers.configuration.values import at_least
 from trainers.data.rows import TruncationMode
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
@@ -23,21 +24,21 @@ class ClassificationConfig(TrainConfig):
     SCORES: ClassVar = True
 
     task_type: Literal["seq_cls"] = "seq_cls"
-    """What ``python -m trainers sft`` asks for this trainer by."""
+    """The value with which ``rayhelper sft`` runs this trainer."""
     output_dir: str = "outputs/classification"
     num_labels: int
     """Numbers that the head gives for each row: classes, labels, or values to predict."""
     problem_type: ProblemType | None = None
     """single_label_classification (cross entropy), multi_label_classification (binary cross entropy) or regression
-    (mean squared error). null: regression for one label, otherwise single_label_classification."""
+    (mean squared error). null: regression for one label, else single_label_classification."""
     use_chat_template: bool = True
     """Write conversations by the chat template. false: read the text of one turn of the user as it is."""
     max_length: int | None = 1024
-    """Tokens of a row; truncation_mode says what becomes of longer ones."""
+    """Tokens of a row; truncation_mode says how longer ones are cut."""
     truncation_mode: TruncationMode = "keep_start"
-    """keep_start or keep_end of a row that is too long, or drop it."""
+    """For a row that is too long: keep_start, keep_end, or drop."""
     packing: bool = False
-    """Batch sizes count packs in the place of rows. A pack is several rows, of at most max_length tokens together. It
+    """Batch sizes count packs instead of rows. A pack is several rows, of at most max_length tokens together. It
     passes through the model without padding, as with padding_free."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""

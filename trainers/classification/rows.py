@@ -4,7 +4,7 @@
 
 A row has ``messages``, ``prompt`` or ``text``, and ``label``: a class from 0 (single_label_classification), a list of
 such numbers, which may be empty (multi_label_classification), or a number or a list of ``num_labels`` (regression).
-These are the rows of ms-swift's ``task_type: seq_cls``.
+These are the rows of ms-swift's ``task_type: seq_cls``. A vision model sees the pictures of conversations.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import numpy as np
 from trainers.batch import Ragged, Sequences
 from trainers.classification.config import ProblemType
 from trainers.data.broken_rows import Mistake, in_column, warn_left_out
+from trainers.data.images.pictures import Pictures
+from trainers.data.images.processor import ImageReader
 from trainers.data.rows import TruncationMode, _messages, _ragged, _template_options
 
 if TYPE_CHECKING:
@@ -34,12 +36,15 @@ class Labelled(Sequences):
     labels: np.ndarray | None = None  # int64 (rows,): a class each; or float32 (rows, K): numbers, or 0 and 1
 
 
-def label_mistake(row: Mapping[str, Any], *, problem: ProblemType, num_labels: int) -> Mistake | None:
-    """Of a row to classify: its text, or its label."""
+def label_mistake(
+    row: Mapping[str, Any], *, problem: ProblemType, num_labels: int, seen: tuple[str, ...] = ()
+) -> Mistake | None:
+    """Of a row to classify: its text, or its label. ``seen``: types of parts of a message that the model sees."""
     name = next((name for name in COLUMNS[1:] if row.get(name) is not None), None)
     if name is None:
         return "messages", "no text: a row has messages, prompt or text"
-    return in_column(row, name, text=name != "messages") or _label_mistake(row.get("label"), problem, num_labels)
+    found = in_column(row, name, text=name != "messages", seen=seen)
+    return found or _label_mistake(row.get("label"), problem, num_labels)
 
 
 def tokenize_labelled(
@@ -52,12 +57,14 @@ def tokenize_labelled(
     max_length: int | None = None,
     truncation_mode: TruncationMode = "keep_start",
     num_proc: int | None = None,
+    images: ImageReader | None = None,
 ) -> Labelled:
     """The tokens and the label of each row.
 
     Conversations are written by the chat template, and invite an answer if they end with a turn of the user. Texts are
     tokenized as they are, with the special tokens of the tokenizer. So is, without ``use_chat_template``, the one turn
-    of a user. Rows of more than ``max_length`` tokens are cut, or dropped with one line in the log.
+    of a user. Rows of more than ``max_length`` tokens are cut, or dropped with one line in the log. ``images``: of a
+    model that sees pictures.
 
     Raises ValueError for a row that cannot be written like that, or if no row is left.
     """
@@ -65,21 +72,26 @@ def tokenize_labelled(
 
     cut = slice(-max_length, None) if max_length and truncation_mode == "keep_end" else slice(max_length)
     longest = max_length if truncation_mode == "drop" else None
+    types = {"input_ids": LargeList(Value("int64")), "label": LargeList(Value("float64")), "row": Value("int64")}
 
     def encode_all(table: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        found: dict[str, list[Any]] = {"input_ids": [], "label": []}
+        found: dict[str, list[Any]] = {name: [] for name in types}
         for position, index in enumerate(indices):
             row = {name: column[position] for name, column in table.items()}
             try:
-                ids = _encoded(row, tokenizer, use_chat_template)
+                shown, own = (row, tokenizer) if images is None else images.shown(row)
+                ids = _encoded(shown, own, use_chat_template)
                 if not ids:
                     raise ValueError("the row has no token")
+                if images is not None and longest is None:
+                    images.check_cut(ids, ids[cut], f"max_length {max_length}")
             except Exception as error:
                 error.add_note(f"while tokenizing row {index} of the dataset")
                 raise
             if longest is None or len(ids) <= longest:
                 found["input_ids"].append(ids[cut])
                 found["label"].append(_numbers(row["label"], problem, num_labels))
+                found["row"].append(index)
         return found
 
     table = rows.map(
@@ -88,7 +100,7 @@ def tokenize_labelled(
         with_indices=True,
         num_proc=num_proc,
         remove_columns=rows.column_names,
-        features=Features({"input_ids": LargeList(Value("int64")), "label": LargeList(Value("float64"))}),
+        features=Features(types),
         desc="Tokenizing",
     )
     if dropped := len(rows) - len(table):
@@ -101,7 +113,10 @@ def tokenize_labelled(
     is_last[input_ids.offsets[1:] - 1] = True
     labels: np.ndarray = _ragged(table, "label", np.float64).values.reshape(len(table), -1)
     labels = labels[:, 0].astype(np.int64) if problem == "single_label_classification" else labels.astype(np.float32)
-    return Labelled(input_ids, Ragged(is_last, input_ids.offsets), labels=labels)
+    pictures: list[Pictures] | None = (
+        None if images is None else [images.placed(rows[index])[1] for index in table["row"]]
+    )
+    return Labelled(input_ids, Ragged(is_last, input_ids.offsets), images=pictures, labels=labels)
 
 
 def _encoded(row: Mapping[str, Any], tokenizer: Any, use_chat_template: bool) -> list[int]:

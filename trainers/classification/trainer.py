@@ -6,8 +6,9 @@
     batch of labelled rows ──────────────► step        one optimizer step; balanced, merge
 
 A language model with a linear layer of ``num_labels`` numbers in place of its vocabulary, read off at the last token.
-What is exported loads with AutoModelForSequenceClassification. Keys and rows are those of ms-swift's
-``task_type: seq_cls``, losses those of transformers.
+A vision model sees the pictures of conversations (backend: fsdp). What is exported loads with
+AutoModelForSequenceClassification. Keys and rows are those of ms-swift's ``task_type: seq_cls``, losses those of
+transformers.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
+from trainers.backends.fsdp.vision.classifier import classifier_class
 from trainers.classification.config import ClassificationConfig
 from trainers.classification.loss import label_loss
 from trainers.classification.rows import COLUMNS, Labelled, label_mistake, tokenize_labelled
@@ -28,10 +30,12 @@ from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.packs import pack_length
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, sequences_per_step, total_steps
 from trainers.data.broken_rows import without_broken
+from trainers.data.images.conversations import COLUMNS as PICTURES
+from trainers.data.images.processor import seen_too
 from trainers.data.packs import batches_of
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
-from trainers.parts.inputs import load_model_and_tokenizer, read_rows
+from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_rows
 from trainers.parts.model_checks import configuration_of
 from trainers.parts.policy import Policy
 from trainers.run.run import Run, saved_order
@@ -60,13 +64,16 @@ class ClassificationTrainer:
         """Reads and tokenizes the data."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
+        # the text of a turn as it is has no places for pictures
+        reads = config.use_chat_template
+        self.images = image_reader(config, self.model_path, self.tokenizer) if reads else None
         self.rows = self.read(*config.training_data)
         self.eval_rows = self.read(*config.evaluation_data) if config.evaluates else None
 
     def read(self, source: Any, split: str) -> Labelled:
         """The rows of a dataset."""
         config = self.config
-        rows = read_rows(config, source, split)
+        rows = read_rows(config, source, split, self.images)
         with mistakes_of("dataset"):
             if "label" not in rows.column_names:
                 raise ConfigError(
@@ -74,7 +81,8 @@ class ClassificationTrainer:
                     "`columns`."
                 )
             is_broken = partial(label_mistake, problem=config.problem, num_labels=config.num_labels)
-            rows = without_broken(rows, is_broken, *COLUMNS, skip=config.skip_broken_rows)
+            columns = (*COLUMNS, *(() if self.images is None else PICTURES))
+            rows = without_broken(rows, seen_too(is_broken, self.images), *columns, skip=config.skip_broken_rows)
             return tokenize_labelled(
                 rows,
                 self.tokenizer,
@@ -84,6 +92,7 @@ class ClassificationTrainer:
                 max_length=config.max_length,
                 truncation_mode=config.truncation_mode,
                 num_proc=config.dataset_num_proc,
+                images=self.images,
             )
 
     def train(self) -> dict[str, float]:
@@ -141,6 +150,7 @@ def check_classifier(config: ClassificationConfig) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     found = configuration_of(config.model, config.trust_remote_code)
+    classifier_class(found)  # of a vision model there is one from now on
     kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(found), None)
     if kind is not None:
         with torch.device("meta"):

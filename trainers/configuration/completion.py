@@ -7,7 +7,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from rayhelper import ConfigError
-from trainers.configuration.shared import TrainConfig, at_least, check_seconds, unread
+from trainers.configuration.shared import TrainConfig, unread
+from trainers.configuration.values import at_least, check_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,28 +17,28 @@ class CompletionConfig(TrainConfig):
 
     # Generation
     rollout_engine: Literal["hf", "vllm"] = "hf"
-    """What completes prompts. hf: the transformers model, in slots. vllm: vLLM, which is installed apart."""
+    """What completes prompts. hf: the transformers model, in slots. vllm: vLLM, which is installed separately."""
     rollout_batch_size: int | None = None
     """Prompts that a rollout worker completes at once (hf). null: all of its slice."""
     max_prompt_length: int | None = None
-    """Tokens of a prompt that is to be completed; longer ones lose their beginning."""
+    """Tokens of a prompt to complete. A longer prompt loses its beginning."""
     drop_long_prompts: bool = False
-    """Leave out rows whose prompts have more than ``max_prompt_length`` tokens, instead of cutting these. GKD: for runs
-    that learn from completions alone (``lmbda: 1`` or ``seq_kd``)."""
+    """Leave out rows whose prompts have more than ``max_prompt_length`` tokens, instead of cutting these. GKD: for
+    runs that learn only from completions (``lmbda: 1`` or ``seq_kd``)."""
     max_completion_length: int = 512
     """Tokens, the stop token included."""
     temperature: float = 1.0
     """Logits are divided by it, in sampling and in the loss."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that hold this share of the probability. 1: from all."""
+    """Draw from the most probable tokens that hold this share of the probability. 1: from all."""
     top_k: int = 0
-    """Draw from so many of the likeliest tokens. 0: from all."""
+    """Draw only from this number of the most probable tokens. 0: from all."""
     min_p: float | None = None
-    """Draw from tokens at least this share as likely as the likeliest. null: from all."""
+    """Draw from tokens at least this share as probable as the most probable one. null: from all."""
     repetition_penalty: float = 1.0
     """Tokens that have occurred become less likely by it. 1: never."""
     stop_token_ids: list[int] = field(default_factory=list)
-    """Further tokens that end a completion and belong to it, beside the end-of-sequence tokens of the model."""
+    """Further tokens that end a completion and belong to it, in addition to the model's end-of-sequence tokens."""
     generation_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of transformers' GenerationConfig; with rollout_engine: vllm, of vLLM's SamplingParams."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -56,12 +57,12 @@ class CompletionConfig(TrainConfig):
     vllm_enforce_eager: bool = False
     """Without CUDA graphs: starts sooner, runs slower."""
     vllm_enable_prefix_caching: bool = True
-    """Compute what prompts begin alike with once, such as the prompt of a group."""
+    """Compute a common beginning of prompts once, such as the prompt of a group."""
     vllm_enable_lora: bool = False
     """With tuner_type: lora, keep the adapter separate. The engine has the model as it is on disk, and gets only the
     adapter. false: it gets the weights that the adapter changes, with the adapter merged into them."""
     vllm_engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further fields of vLLM's EngineArgs; none that a key above says too."""
+    """Further fields of vLLM's EngineArgs that have no key of their own here."""
     vllm_patches: bool = True
     """Replace the functions of vLLM that cost the most time in a decoding step. Only in versions where both were
     compared. It also holds for the engine of a teacher. false: vLLM's own. The numbers are the same, except for
@@ -69,16 +70,17 @@ class CompletionConfig(TrainConfig):
 
     # From the trainer to the engine
     sleep_level: Literal[0, 1, 2] = 0
-    """What an engine beside training frees while it does not generate. 1: the KV cache, and its weights wait in the
+    """Memory that an engine on training devices frees while it does not generate. 1: the KV cache, and its weights
+    wait in the
     memory of the host. 2: both dropped. hf has nothing to free."""
     offload_model: bool = False
-    """The policy waits in the memory of the host while an engine with weights of its own generates beside it."""
+    """The policy is offloaded to the host while an engine with its own weights generates on the same device."""
     offload_optimizer: bool = False
-    """So does what the policy's optimizer remembers."""
+    """The states of the policy's optimizer are offloaded too."""
     weight_bucket_mb: int = 256
-    """Megabytes of weights that travel at once to engines in other processes; each side holds three."""
+    """Megabytes of weights that are sent at once to engines in other processes. Each side holds three buckets."""
     weight_checksum: bool = True
-    """After every update of weights compare those of the engine with the trainer's."""
+    """After every update of weights compare the engine's weights with the trainer's."""
 
     log_completions: bool = False
     """Keep completions, with their rewards if there are any, in completions/*.parquet every ``logging_steps``, and show
@@ -109,7 +111,7 @@ def check_completion(config: CompletionConfig) -> None:
     check_engine(config)
     at_least(config, 1, "max_completion_length", "max_prompt_length", "rollout_batch_size")
     if config.drop_long_prompts and config.max_prompt_length is None:
-        raise ConfigError("drop_long_prompts needs max_prompt_length, which says what is too long. Set it.")
+        raise ConfigError("drop_long_prompts needs max_prompt_length, the largest length. Set it.")
     check_model_len(config)
 
 
@@ -178,9 +180,9 @@ def check_engine(config: CompletionConfig) -> None:
             check_adapter_apart(config)
         elif config.vllm_engine_kwargs.get("quantization") is not None:
             raise ConfigError(
-                f"vllm_engine_kwargs: {{quantization: {config.vllm_engine_kwargs['quantization']}}}: an engine that "
-                "quantizes its weights as it loads them takes new ones wrongly, and would complete with others than "
-                "the policy's. Remove it; or train an adapter and set vllm_enable_lora: true, by which the engine "
+                f"vllm_engine_kwargs: {{quantization: {config.vllm_engine_kwargs['quantization']}}}: an engine "
+                "that quantizes weights while it loads them cannot take new weights of the policy. Remove it; or "
+                "train an adapter and set vllm_enable_lora: true, by which the engine "
                 "keeps its weights."
             )
         check_said_once(config)
@@ -228,8 +230,8 @@ def check_adapter_apart(config: CompletionConfig) -> None:
         )
     if config.quantization:
         raise ConfigError(
-            "vllm_enable_lora: the engine would complete with the adapter beside weights that are not quantized, other "
-            "ones than the policy's. Set vllm_enable_lora: false, which sends it the policy's weights."
+            "vllm_enable_lora: the engine would use the adapter with weights that are not quantized. The policy's "
+            "weights are quantized. Set vllm_enable_lora: false, which sends it the policy's weights."
         )
     if config.sleep_level == 2:
         raise ConfigError(

@@ -3,7 +3,7 @@
     defaults: trl         the defaults of the configurations here, which are TRL's (1.16), except for ``DEPARTURES``
     defaults: ms-swift    ms-swift's (4.6), in the table below, each with the file of its source that it stands in
 
-It is a property of the file: the key ``defaults`` says it, or else a key that ms-swift alone has. What follows is put
+It is a property of the file: the key ``defaults`` says it, or else a key that only ms-swift has. What follows is put
 into the configuration as keys of ours, before it is made. ``--print_config`` shows it, one line of the run tells it,
 and nothing later asks whose defaults hold. A configuration that is made in Python says its values itself.
 """

@@ -10,6 +10,7 @@ from trainers.backends.megatron.settings import EVERY_LAYER, OPTIMIZERS, Megatro
 
 OF_FSDP = (
     *("fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_offload_params", "torch_compile"),
+    "cuda_graphs",
     *("activation_memory_budget", "teacher_model_init_kwargs", "load_in_4bit", "load_in_8bit"),
 )
 
@@ -37,37 +38,38 @@ class MegatronConfig:
     expert_tensor_parallel_size: int | None = None
     """Workers that have a part of every expert's matrices (ETP). null: tensor_model_parallel_size."""
     sequence_parallel: bool | None = None
-    """Divide what lies between the matrices over the tensor-parallel workers too: less memory, the same numbers. null:
+    """Also divide the values between the matrices over the tensor-parallel workers. It needs less memory, and
+    gives the same numbers. null:
     wherever tensor_model_parallel_size is above 1. Experts under tensor parallelism need it."""
     use_distributed_optimizer: bool = True
-    """The optimizer lies in shards over the data-parallel workers."""
+    """The optimizer is sharded over the data-parallel workers."""
     overlap_grad_reduce: bool = False
     """Add gradients over the workers while the backward pass continues."""
     overlap_param_gather: bool = False
     """Gather updated weights while the next forward pass continues; needs the two keys above."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
-    """How tokens get to their experts. flex needs DeepEP, and is refused."""
+    """How tokens are sent to their experts. flex needs DeepEP, and is refused."""
     moe_grouped_gemm: bool = False
     """Multiply all experts of a worker at once, in bfloat16."""
     moe_layer_recompute: bool = False
-    """Compute the layers of experts twice instead of keeping what is in them."""
+    """Compute the layers of experts twice instead of keeping their activations."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """What is computed twice instead of kept. full: layers, as gradient_checkpointing: true says too; selective:
-    recompute_modules. null: nothing."""
+    """Which activations are computed twice instead of kept. full: whole layers, as with gradient_checkpointing:
+    true. selective: recompute_modules. null: nothing."""
     recompute_method: Literal["uniform", "block"] | None = None
     """Of full. uniform: all layers, recompute_num_layers at a time; block: the first recompute_num_layers of every
     stage. null: uniform."""
     recompute_num_layers: int | None = None
     """See recompute_method. null: 1 of uniform."""
     recompute_modules: list[str] | None = None
-    """Of selective: core_attn, layernorm, mlp, moe, moe_act, shared_experts. null: core_attn."""
+    """For selective: core_attn, layernorm, mlp, moe, moe_act, shared_experts. null: core_attn."""
     param_offload: bool = False
     """Weights wait in the memory of the host whenever their role does not compute: between its calls, whoever works
-    meanwhile. offload_model moves them while an engine beside them generates, and only then."""
+    meanwhile. offload_model moves them only while an engine generates on the same device."""
     grad_offload: bool = False
-    """Gradients have memory in the steps of the optimizer alone."""
+    """Gradients have memory only during the steps of the optimizer."""
     infer_batch_size: int | None = None
-    """Sequences of a micro-batch that is only scored. null: as many as of one that is trained on."""
+    """Sequences of a micro-batch that is only scored. null: as in training."""
     async_save: bool = False
     """Write checkpoints from a copy in the memory of the host, while training continues."""
     megatron: dict[str, Any] = field(default_factory=dict)

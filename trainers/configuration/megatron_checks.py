@@ -18,6 +18,7 @@ from trainers.backends.megatron.architectures import architecture_mistakes, too_
 from trainers.backends.megatron.fields import check_fields, check_installed, check_made, divided
 from trainers.backends.megatron.model_fields import read_config
 from trainers.backends.megatron.settings import MegatronSettings, dense_mistakes, layout_mistakes
+from trainers.backends.own_code import own_code_mistake
 from trainers.configuration.roles import LEARNS, backend_model
 from trainers.configuration.shared import TrainConfig, megatron_settings
 
@@ -72,7 +73,7 @@ def check_devices(config: TrainConfig, groups: DeviceGroups | None) -> None:
         on_cpu = default_device().type == "cpu" if groups is None else groups.group_of(role).device == "CPU"
         if on_cpu and not _has_stand_in():
             raise ConfigError(
-                f"backend: megatron computes on GPUs alone, and role {role!r} is on a CPU. Give it GPUs, or write "
+                f"backend: megatron computes only on GPUs, and role {role!r} is on a CPU. Give it GPUs, or write "
                 "backend: fsdp."
             )
 
@@ -108,7 +109,10 @@ def shape_of(model: str) -> ModelShape | None:
     file = config_file(model)
     if file is None:
         return None
-    for mistake in architecture_mistakes(json.loads(file.read_text(encoding="utf-8"))):
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    if mistake := own_code_mistake(model, fields):
+        raise ConfigError(mistake)
+    for mistake in architecture_mistakes(fields):
         raise ConfigError(f"backend: megatron cannot be the model {model}: {mistake}. Write backend: fsdp.")
     folder = Path(model).expanduser()
     if folder.is_dir() and any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("model*.safetensors")):

@@ -20,6 +20,8 @@ def mistakes_of(key: str) -> Iterator[None]:
     except ConfigError:
         raise
     except SystemExit as error:  # of a plugin as it is imported: the run has not ended well
+        if type(error) is not SystemExit:  # a signal ends the run: ``Stopped``
+            raise
         raise ConfigError(f"{key}: its code called sys.exit({error.code!r}). Let it raise an error.") from error
     except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
         if isinstance(error, ImportError) and not isinstance(error.__cause__, (ImportError, NoneType)):

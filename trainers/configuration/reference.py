@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rayhelper import ConfigError
-from trainers.configuration.shared import TrainConfig, at_least, unread
+from trainers.configuration.shared import TrainConfig, unread
+from trainers.configuration.values import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class ReferenceConfig(TrainConfig):
     precompute_ref_log_probs: bool = False
     """Score all rows with the reference before training, then free it; kept in output_dir for a resumed run."""
     precompute_ref_batch_size: int | None = None
-    """Rows that a worker scores at once for it. null: per_device_train_batch_size."""
+    """Rows that a worker scores at once with the reference. null: per_device_train_batch_size."""
     sync_ref_model: bool = False
     """Let the reference follow the policy (TR-DPO, arXiv 2404.09656)."""
     ref_model_mixup_alpha: float = 0.6

@@ -25,7 +25,7 @@ class SavingConfig:
     save_steps: int = 500
     """Optimizer steps between checkpoints. 0: only the final model is saved."""
     save_total_limit: int | None = None
-    """Checkpoints to keep, the best one among them if ``metric_for_best_model`` is set; the oldest go first."""
+    """Checkpoints to keep. The oldest are removed first. The best one is kept if ``metric_for_best_model`` is set."""
     metric_for_best_model: str | None = None
     """The number of an evaluation (with or without eval_) by which the best checkpoint is known and kept."""
     greater_is_better: bool | None = None
@@ -36,13 +36,14 @@ class SavingConfig:
     """Checkpoints in a row without a better ``metric_for_best_model`` after which the run ends, as in ms-swift. null:
     never."""
     end_after_epochs: int | None = None
-    """Epochs after which the run ends, though ``max_steps`` or ``num_train_epochs`` say more; a stream's too. The
+    """The run ends after so many epochs, even if ``max_steps`` or ``num_train_epochs`` is larger. It also holds
+    for a stream. The
     schedule does not change. null: no limit."""
     resume_from_checkpoint: bool | str | None = None
     """auto (or true): continues from the newest undamaged checkpoint of output_dir; without one, from step 0. A folder:
     continues from that checkpoint."""
     resume_without_manifest: bool = False
-    """Takes a checkpoint without ``manifest.json`` too, though nothing tells whether its files are whole."""
+    """Takes a checkpoint without ``manifest.json`` too, although nothing shows that its files are complete."""
     resume_on_failure: int = 0
     """With Ray: how often a run may continue after workers died or did not answer within ``timeout_s``. All workers are
     then started anew, and the run continues from its newest checkpoint."""
@@ -51,9 +52,10 @@ class SavingConfig:
     code 0. null: no limit."""
     stop_grace_s: float | None = None
     """Seconds that a step has to end after SIGTERM. Then the run reports where it hangs and ends without a checkpoint.
-    null: 20, or twice the longest step so far if that is longer."""
+    null: 20, or twice the longest step so far if that is longer. Saving has at least 60, and twice the longest
+    checkpoint so far."""
     save_on_interrupt: bool = False
-    """The first Ctrl-C finishes the step, saves a checkpoint and ends the run; the second one interrupts."""
+    """The first Ctrl-C finishes the step, saves a checkpoint and ends the run. The second one interrupts."""
 
     @property
     def saves(self) -> bool:

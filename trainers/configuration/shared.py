@@ -23,9 +23,11 @@ from trainers.configuration.roles import WELL_KNOWN, Role
 from trainers.configuration.saving import SavingConfig, saving_mistakes
 from trainers.configuration.tuners import TunerConfig, check_tuner
 from trainers.configuration.values import (
+    at_least,
     check_choices,
     check_file,
     check_folder,
+    check_seconds,
     check_source,
     check_values,
     is_there,
@@ -81,7 +83,8 @@ class RunConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with a model or tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the forward pass. auto: bfloat16 on GPUs that have it, else float32. Trained weights are float32."""
+    """The precision of the forward pass. auto: bfloat16 on GPUs that have it, else float32. Trained weights are
+    float32."""
 
     # Data
     dataset: Any
@@ -93,21 +96,21 @@ class RunConfig:
     prompt_template: str | None = None
     """Writes ``prompt`` from the other columns: 'Question: {question}'."""
     system: str | None = None
-    """System message put before every conversation that has none; text prompts become conversations by it."""
+    """System message for every conversation that has none. A text prompt then becomes a conversation."""
     model_name: list[str] | None = None
-    """What {{NAME}} in the rows of swift/self-cognition becomes: one name, or the Chinese and the English one."""
+    """The name for {{NAME}} in the rows of swift/self-cognition. Two names: the Chinese and the English one."""
     model_author: list[str] | None = None
-    """What {{AUTHOR}} there becomes, likewise."""
+    """The author for {{AUTHOR}} in the same rows, one or two names."""
     shuffle_dataset: bool = True
     """Go through the rows in a new random order every epoch."""
     external_plugins: list[str] = field(default_factory=list)
     """Python files or modules that register reward functions, datasets and models."""
     seed: int = 42
-    """Of shuffling, sampling, dropout and new weights."""
+    """The seed of shuffling, sampling, dropout and new weights."""
 
     defaults: Literal["trl", "ms-swift"] = "trl"
-    """The system whose defaults hold for keys that a file does not give. Some keys also have its meaning. A file with a
-    key that only ms-swift has gets ms-swift. In Python the defaults are the class's."""
+    """The system whose defaults hold for keys that a file does not give. Some keys also have its meaning. For a
+    file with a key that only ms-swift has, it is ms-swift. In Python the defaults are the class's."""
 
     # Output
     output_dir: str = "outputs"
@@ -119,7 +122,7 @@ class RunConfig:
     log_level: Literal["passive", "debug", "info", "warning", "error", "critical"] = "passive"
     """Of the console. passive: libraries speak when something is wrong; all of it is in ``output_dir/logs``."""
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """Trackers: tensorboard, wandb, swanlab, mlflow, trackio, those of plugins, none."""
+    """Trackers: tensorboard, wandb, swanlab, mlflow, trackio, a tracker of a plugin, none."""
     report_every: int = 0
     """Optimizer steps between writings of report.html, the page about the run. 0: only at the end of the run."""
     trace: bool = False
@@ -133,7 +136,8 @@ class RunConfig:
     ray_address: str | None = None
     """The Ray cluster to join. null: RAY_ADDRESS, else a cluster on this machine."""
     timeout_s: float | None = None
-    """Seconds that a call to a role, driver included, may take where device_groups does not say it. null: no limit."""
+    """Seconds that a call to a role may take, unless device_groups says it. It also holds for the driver. null: no
+    limit."""
     env: dict[str, str | int | float] = field(default_factory=dict)
     """Environment variables of every process; they win over the shell's, and a group's own ``env`` over them. Files and
     trackers show secrets such as HF_TOKEN as ***. A file that is read with *** takes the value of the shell."""
@@ -151,7 +155,7 @@ class RunConfig:
         if self.use_ray:
             name = trainer.__name__
             raise ConfigError(
-                f"use_ray is true, but {name} is constructed in this process alone. Start its workers too: "
+                f"use_ray is true, but {name} is constructed only in this process. Start its workers too: "
                 f"from trainers.cli import run; run({name}, config). Or set use_ray=False."
             )
 
@@ -170,28 +174,33 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     """The backend that trains and scores models. fsdp: transformers and torch. megatron: megatron-core, which is
     installed separately and divides a model over workers."""
     new_special_tokens: list[str] = field(default_factory=list)
-    """Tokens that tokenizer and model get beside their own, or .txt files of them with spaces or lines between."""
+    """Tokens to add to tokenizer and model. Or .txt files with such tokens, separated by spaces or lines."""
     fsdp_sharding_strategy: Literal["full_shard", "no_shard"] = "full_shard"
-    """full_shard: weights, gradients and optimizer lie in shards over the train workers (FSDP2); no_shard: each worker
-    has them whole (DDP)."""
+    """full_shard: weights, gradients and optimizer are sharded over the train workers (FSDP2). no_shard: each
+    worker has all of them (DDP)."""
     fsdp_reshard_after_forward: bool = True
     """Free a layer's gathered weights between forward and backward (ZeRO-3); false keeps them (ZeRO-2)."""
     optimizer_offload: bool = False
     """The optimizer's states are in the memory of the host but when it changes the weights."""
-    torch_compile: bool = False
-    """Compile the model's layers: the first step takes minutes, later ones less time."""
+    cuda_graphs: bool = True
+    """Run passes that learn as CUDA graphs, where a single GPU trains a whole model in bfloat16 and no vLLM shares it.
+    The rows of a pass are joined, as with ``padding_free``. The numbers are the same except for rounding."""
+    torch_compile: bool | Literal["auto"] = "auto"
+    """Compile the model's layers: the first step takes longer, later steps are faster. auto: compile passes that learn
+    as CUDA graphs, if the run has at least 20 steps."""
     activation_memory_budget: float = 1.0
-    """With ``torch_compile``: the share of a layer's activations that is kept for the backward pass. The rest is
-    computed again, the cheapest operations first. 0.9 leaves out what lies between products, 0: all but the layer's
-    input."""
+    """With ``torch_compile: true``: the share of a layer's activations that is kept for the backward pass. The rest is
+    computed again, the cheapest operations first. 0.9 drops the values between matrix products. 0 keeps only the
+    layer's input."""
     logits_memory_gib: float | None = None
-    """GiB of a worker for what the backward pass needs of the logits; beyond them logits are computed again. null: 3,
+    """GiB per worker for the logits of the backward pass. Further logits are computed again. null: 3,
     and 0 under gradient_checkpointing or recompute_granularity full."""
     fsdp_offload_params: bool = False
     """Keep the shards and the optimizer in the memory of the host."""
     sequence_parallel_size: int = 1
-    """Workers that have a part of every sequence each, for long ones (Ulysses). So many consecutive workers get the
-    same rows, and count once. It divides the workers of each role with a model, and the model's attention heads."""
+    """Workers that divide every sequence among them, for long sequences (Ulysses). These consecutive workers get
+    the same rows, and count once. It divides the workers of each role with a model, and the model's attention
+    heads."""
 
     # Evaluation data
     eval_dataset: Any = None
@@ -224,7 +233,8 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm. 0: never."""
     max_bad_steps: int = 3
-    """A step whose loss or gradient norm is not finite changes nothing; so many in a row end the run."""
+    """A step whose loss or gradient norm is not finite changes nothing. This number of such steps in a row ends
+    the run."""
     lr_scheduler_type: str = "linear"
     """One of transformers' schedules: linear, cosine, constant, constant_with_warmup, ..."""
     lr_scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -234,8 +244,8 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     warmup_ratio: float = 0.0
     """Share of all steps to warm up for, where ``warmup_steps`` is 0."""
     dataloader_drop_last: bool = False
-    """Drop the last micro-batch of an epoch if it is incomplete. With ``global_batch_size`` it is the last step; of
-    GRPO the last generation; of PPO the last batch."""
+    """Drop the last micro-batch of an epoch if it is incomplete. With ``global_batch_size`` it is the last step.
+    For GRPO it is the last generation, for PPO the last batch."""
     group_by_length: bool = False
     """Put rows of about the same length into a step, as Hugging Face's length-grouped sampler does."""
     num_train_epochs: float = 3.0
@@ -248,11 +258,12 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     """Micro-batches of a worker in an optimizer step."""
     global_batch_size: int | None = None
     """Sequences per optimizer step, over all workers. null: per_device_train_batch_size x gradient_accumulation_steps x
-    workers (those that share a slice count once: of a divided model, or of sequence_parallel_size). Where it is set,
-    gradient_accumulation_steps must be left alone."""
+    workers (workers of one divided model, or of one sequence, count once). If it is set, do not set
+    gradient_accumulation_steps."""
     token_budget: int | Literal["auto"] | None = None
-    """Tokens that a micro-batch holds at most, padding included. null: per_device_train_batch_size says it in
-    sequences. A longer sequence is a micro-batch of its own. auto (backend: fsdp): a GPU measures the first passes of
+    """Tokens that a micro-batch holds at most, padding included. null: per_device_train_batch_size counts
+    sequences instead. A longer sequence is a micro-batch of its own. auto (backend: fsdp): a GPU measures the
+    first passes of
     the first step. It takes as many tokens as fit and save time. The numbers are the same except for rounding. A file
     that gives neither key has auto, unless its numbers depend on the micro-batch."""
     padding_free: bool = False
@@ -266,7 +277,7 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     router_aux_loss_coef: float = 0.0
     """Weight of the loss that keeps the use of experts even (backend: fsdp). It is added to the trainer's loss."""
     peak_tflops: float | None = None
-    """What a device can do at most, in 10^12 floating-point operations a second, for ``throughput/mfu``. null: known of
+    """Peak speed of a device, in 10^12 floating-point operations per second, for ``throughput/mfu``. null: known of
     common GPUs (bfloat16), and without it no mfu."""
 
     def __post_init__(self) -> None:
@@ -359,8 +370,8 @@ def check_shared(config: TrainConfig) -> None:
     check_source("eval_dataset", config.eval_dataset, config.eval_dataset_split, "test")
     if not 0 <= config.activation_memory_budget <= 1:
         raise ConfigError(f"activation_memory_budget must lie in [0, 1], got {config.activation_memory_budget}")
-    if not config.torch_compile:
-        unread(config, "torch_compile is false", "activation_memory_budget")
+    if config.torch_compile is not True:
+        unread(config, "torch_compile is not true", "activation_memory_budget")
     for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
         if not 0 <= getattr(config, name) < 1:
             raise ConfigError(f"{name} must lie in [0, 1), got {getattr(config, name)}")
@@ -442,7 +453,8 @@ def unread(config: Any, reason: str, *names: str) -> None:
 def _check_backend(config: TrainConfig) -> None:
     """Raises ConfigError for keys that the other backend reads, and for those of megatron that break each other."""
     if config.backend == "megatron":
-        unread(config, "backend is megatron, which does not read it", *OF_FSDP)
+        asked = [name for name in OF_FSDP if getattr(config, name, None) is not False]
+        unread(config, "backend is megatron, which does not read it", *asked)
         if config.gradient_checkpointing == "auto":
             raise ConfigError("gradient_checkpointing: auto is of backend: fsdp. Write true or false.")
         if config.router_aux_loss_coef:
@@ -480,7 +492,7 @@ def _check_sequences(config: TrainConfig) -> None:
             f"context_parallel_size. Write context_parallel_size: {size} in its place."
         )
     for name in ("torch_compile", "router_aux_loss_coef", "neftune_noise_alpha"):
-        if value := getattr(config, name, None):
+        if (value := getattr(config, name, None)) not in (None, False, 0.0, "auto"):
             raise ConfigError(
                 f"{name} is {value}, but sequence_parallel_size is {size}, and the backend cannot do both. Remove one "
                 "of them."
@@ -541,22 +553,6 @@ def _check_schedule(name: str, kwargs: dict[str, Any]) -> None:
         raise ConfigError(f"lr_scheduler_kwargs={kwargs} do not fit lr_scheduler_type={name}: {error}") from None
     if not all(map(math.isfinite, rates)):
         raise ConfigError(f"lr_scheduler_kwargs={kwargs} of lr_scheduler_type={name} give learning rates like {rates}")
-
-
-def at_least(config: Any, least: float, *names: str) -> None:
-    """Raises ConfigError if a named key is set and below ``least``, or no finite number."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not least <= value < math.inf:
-            raise ConfigError(f"{name} must be at least {least}, got {value}")
-
-
-def check_seconds(config: Any, *names: str) -> None:
-    """Raises ConfigError if a named key is set, and no positive, finite number."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{name} must be a positive number of seconds, got {value}")
 
 
 def sequences_per_step(config: TrainConfig, num_shards: int, saved_order: Mapping[str, Any] | None = None) -> int:

@@ -47,7 +47,7 @@ class TunerConfig:
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
     """What 4 bits stand for: quantiles of a normal distribution, or numbers with exponents."""
     use_bnb_nested_quant: bool = False
-    """Quantize the scales of the 4 bits once more."""
+    """Also quantize the scales of the 4 bits."""
 
     @property
     def has_adapter(self) -> bool:
@@ -122,7 +122,7 @@ def _check_megatron(config: TunerConfig) -> None:
         raise ConfigError("lora_target_modules: auto is peft's choice, for backend: fsdp. Write all-linear, or names.")
     if "all-linear" in config.lora_target_modules != ["all-linear"]:
         raise ConfigError(
-            "lora_target_modules: with backend: megatron all-linear stands alone. Remove the other names."
+            "lora_target_modules: with backend: megatron all-linear must be the only entry. Remove the other names."
         )
 
 

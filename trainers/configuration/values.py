@@ -322,3 +322,19 @@ def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
         options = list(map(str, allowed))
         hint = nearest(value, options, DID_YOU_MEAN)
         raise ConfigError(f"{name} must be one of {', '.join(options)}; got {value!r}.{hint}")
+
+
+def at_least(config: Any, least: float, *names: str) -> None:
+    """Raises ConfigError if a named key is set and below ``least``, or no finite number."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not least <= value < math.inf:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def check_seconds(config: Any, *names: str) -> None:
+    """Raises ConfigError if a named key is set, and no positive, finite number."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name} must be a positive number of seconds, got {value}")

@@ -20,11 +20,12 @@ class VisionConfig:
     max_pixels: int | None = None
     """Pixels (width x height) of a picture; larger ones are made smaller. null: as the model's processor does it."""
     image_processor_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the model's image processor in place of its own, such as max_pixels of Qwen's; of all roles."""
+    """Arguments of the model's image processor, for all roles, such as max_pixels for Qwen."""
     image_urls: bool = False
     """Download pictures of http addresses. false: rows with an address are broken."""
     freeze_vit: bool | None = None
-    """The vision tower does not learn; with an adapter: gets none. null: true with an adapter and with backend:
+    """The vision tower does not learn. With an adapter: the tower gets no adapter. null: true with an adapter and
+    with backend:
     megatron, else false."""
     freeze_aligner: bool | None = None
     """The same of the aligner."""

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
-from trainers.configuration.shared import TrainConfig, at_least, unread
+from trainers.configuration.shared import TrainConfig, unread
+from trainers.configuration.values import at_least
 from trainers.data.rows import TruncationMode
 from trainers.losses.types import CPOLossType
 
@@ -23,13 +24,13 @@ class PairConfig(TrainConfig):
 
     # Data
     max_length: int | None = 1024
-    """Tokens of prompt and completion; truncation_mode says what becomes of longer sequences."""
+    """Tokens of prompt and completion; truncation_mode says how longer sequences are cut."""
     truncation_mode: TruncationMode = "keep_start"
-    """keep_start or keep_end of a sequence that is too long; drop: without pairs that have one."""
+    """For a sequence that is too long: keep_start, keep_end, or drop (the whole pair)."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     packing: bool = False
-    """Batch sizes count packs in the place of pairs: a pack is pairs of max_length tokens together at most. Its
+    """Batch sizes count packs instead of pairs: a pack has pairs of at most max_length tokens. Its
     sequences pass through the model without padding, as with padding_free."""
 
     # Loss
@@ -59,7 +60,7 @@ class CPOConfig(PairConfig):
 
     # Loss
     loss_type: CPOLossType = "sigmoid"
-    """sigmoid, hinge, ipo or simpo; formulas and papers stand in losses/preference.py."""
+    """sigmoid, hinge, ipo or simpo. Formulas and papers are in losses/preference.py."""
     cpo_alpha: float = 1.0
     """Weight of the likelihood of the chosen completions."""
     simpo_gamma: float = 0.5

@@ -61,7 +61,7 @@ def answers_of(messages: Sequence[Mapping[str, Any]], render: Render, turns: Tur
 def _own_weight(message: Mapping[str, Any], place: int) -> float | None:
     weight = message.get("loss_scale")
     if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
-        raise ValueError(f"loss_scale of message {place} must be a number, the weight of what it says; got {weight!r}")
+        raise ValueError(f"loss_scale of message {place} must be a number, the weight of its text; got {weight!r}")
     return weight
 
 
@@ -83,7 +83,7 @@ def _span(messages: Sequence[Mapping[str, Any]], place: int, whole: str, render:
     end = found + len(answer) + len(rest)
     if not answer or found < 0 or not whole.startswith(rest, found + len(answer)):
         raise ValueError(
-            f"the chat template writes message {place} otherwise once further turns follow, so that its end is not "
-            "known: set loss_scale: last_round, or assistant_only_loss with a template that marks answers"
+            f"the chat template writes message {place} differently if further turns follow, so its end is not "
+            "known. Set loss_scale: last_round, or assistant_only_loss with a template that marks answers"
         )
     return start, end

@@ -104,10 +104,10 @@ def check_seen(rows: Dataset, media: Sequence[str] = MEDIA) -> None:
         if count := pc.sum(pc.greater(sizes.cast("int64"), 0)).as_py():
             raise ValueError(
                 f"{count} of {len(rows)} rows have {name}, which are not seen here: they would be learned as the text "
-                f"around them. Vision models see images in SFT, DPO, CPO, SimPO, ORPO, KTO, reward models, embedding "
-                f"models, rerankers, GRPO, PPO, GKD and sampling, with engines hf (rollout_engine: hf), where all "
-                f"models of the run see them. Schedulers, environments of GKD, and reward models and PPO of backend: "
-                f"megatron do not show them. "
+                f"around them. Vision models see images in SFT, DPO, CPO, SimPO, ORPO, KTO, reward models, "
+                f"classifiers, embedding models, rerankers, GRPO, PPO, GKD and sampling, with engines hf "
+                f"(rollout_engine: hf), where all models of the run see them. Schedulers and environments of "
+                f"GKD do not show them. "
                 f"Take them out, or the column {name!r} if nothing is to be seen in it."
             )
 
@@ -303,7 +303,7 @@ class _SFTEncoder:
         elif self.completion_only_loss:
             raise ValueError(
                 "completion_only_loss: true learns completions, and this row has none: it needs 'prompt' and "
-                "'completion'. Of messages, loss_scale: default (or assistant_only_loss) learns the answers alone."
+                "'completion'. Of messages, loss_scale: default (or assistant_only_loss) learns only the answers."
             )
         elif row.get("messages"):
             ids, weights = self._conversation(row["messages"], row)
@@ -340,7 +340,7 @@ class _SFTEncoder:
         self, text: str, answers: Sequence[Answer], loss_scale: LossScale, is_text: bool = False
     ) -> tuple[list[int], list[float]]:
         if not getattr(self.tokenizer, "is_fast", False):
-            raise ValueError("answers are found by a fast tokenizer alone, which knows where its tokens begin")
+            raise ValueError("answers are found only by a fast tokenizer, which knows where its tokens begin")
         encoded = self.tokenizer(text, add_special_tokens=is_text, return_offsets_mapping=True)
         return encoded["input_ids"], loss_scale.weights(text, answers, encoded["offset_mapping"])
 
@@ -350,8 +350,8 @@ class _SFTEncoder:
         for key in OWN_KEYS:
             if any(message.get(key) is not None for message in messages):
                 raise ValueError(
-                    f"messages say {key} of themselves, which is obeyed where answers alone are learned: set "
-                    "loss_scale: default, or take it out of the rows"
+                    f"messages have {key}, which is used only if answers are learned: set loss_scale: default, or "
+                    f"remove {key} from the rows"
                 )
         encoded = self.tokenizer.apply_chat_template(
             _messages(messages),

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, get_args
 from rayhelper import ConfigError
 from trainers.configuration.reference import ReferenceConfig
 from trainers.configuration.roles import REFERENCE, TRAIN
-from trainers.configuration.shared import at_least
-from trainers.configuration.values import one_of
+from trainers.configuration.values import at_least, one_of
 from trainers.data.rows import TruncationMode
 from trainers.losses.types import FDivergenceType, PreferenceLossType
 
@@ -29,13 +28,13 @@ class DPOConfig(ReferenceConfig):
 
     # Data
     max_length: int | None = 1024
-    """Tokens of prompt and completion; truncation_mode says what becomes of longer sequences."""
+    """Tokens of prompt and completion; truncation_mode says how longer sequences are cut."""
     truncation_mode: TruncationMode = "keep_start"
-    """keep_start or keep_end of a sequence that is too long; drop: without pairs that have one."""
+    """For a sequence that is too long: keep_start, keep_end, or drop (the whole pair)."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     packing: bool = False
-    """Batch sizes count packs in the place of pairs: a pack is pairs of max_length tokens together at most. Its
+    """Batch sizes count packs instead of pairs: a pack has pairs of at most max_length tokens. Its
     sequences pass through the model without padding, as with padding_free."""
 
     # Loss

@@ -82,7 +82,7 @@ class DPOTrainer:
         if sorting and config.packing:
             raise ConfigError(
                 f"loss_type {', '.join(sorted(sorting))} sorts all pairs of an optimizer step, which must be one "
-                "micro-batch, and packing: true says how many tokens a micro-batch has. Remove packing."
+                "micro-batch. packing: true sets the tokens of a micro-batch instead. Remove packing."
             )
         if sorting and (num_workers > 1 or num_pairs > config.per_device_train_batch_size or config.token_budget):
             raise ConfigError(

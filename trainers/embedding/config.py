@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
-from trainers.configuration.shared import TrainConfig, at_least, unread
+from trainers.configuration.shared import TrainConfig, unread
+from trainers.configuration.values import at_least
 
 LossType = Literal["infonce", "cosine_similarity", "contrastive", "online_contrastive"]
 Pooling = Literal["last", "mean", "cls"]
@@ -32,7 +33,7 @@ class EmbeddingConfig(TrainConfig):
     ENCODES: ClassVar = True
 
     task_type: Literal["embedding"] = "embedding"
-    """What ``python -m trainers sft`` asks for this trainer by."""
+    """The value with which ``rayhelper sft`` runs this trainer."""
     output_dir: str = "outputs/embedding"
     disable_dropout: bool = False
     loss_type: LossType = "infonce"
@@ -41,33 +42,35 @@ class EmbeddingConfig(TrainConfig):
     infonce_temperature: float = 0.1
     """Divides the similarities."""
     infonce_use_batch: bool = True
-    """The texts of other rows are negatives too. A pool is per_device_train_batch_size rows of each worker. false: the
-    row's own negatives alone."""
+    """The texts of other rows are negatives too. A pool is per_device_train_batch_size rows of each worker. false:
+    only the row's own negatives."""
     infonce_hard_negatives: int | None = None
-    """Negatives of each row: the first ones, or some of them again where there are fewer. null: all of them."""
+    """Number of negatives per row. Of more, the first ones are used. Of fewer, some are used twice. null: all of
+    them."""
     infonce_mask_fake_negative: bool = False
     """Leave out negatives that are more similar than the positive by infonce_fake_neg_margin."""
     infonce_fake_neg_margin: float = 0.1
-    """What a negative may be more similar than the positive."""
+    """By how much a negative may be more similar than the positive."""
     infonce_include_qq: bool = False
     """The anchors of other rows are negatives too."""
     infonce_include_dd: bool = False
-    """What is similar to the positive counts as a negative too (Qwen3-Embedding)."""
+    """Texts that are similar to the positive also count as negatives (Qwen3-Embedding)."""
     margin: float = 0.5
-    """Cosine distance that contrastive losses keep texts of label 0 apart by."""
+    """The cosine distance to which contrastive losses push texts of label 0."""
     mrl_dims: dict[Any, float] | None = None
-    """Matryoshka representations (arXiv 2205.13147): the loss of the first so many numbers of the embeddings, by its
-    weight: {64: 0.5, 768: 1.0}. null: the loss of the whole embeddings."""
+    """Matryoshka representations (arXiv 2205.13147). Each entry is a number of leading dimensions and the weight
+    of their loss: {64: 0.5, 768: 1.0}. null: the loss of the whole embeddings."""
     pooling: Pooling | None = None
-    """What of the hidden states is the embedding: the last token's, the mean or the first token's. null: as the files
-    of sentence-transformers say; without them last, and mean for encoders."""
+    """Which hidden states are the embedding: the last token's, the mean, or the first token's. null: as the files
+    of sentence-transformers say. Without these files: last, or mean for encoders."""
     use_chat_template: bool | None = None
     """Write texts by the chat template. false: the text itself, the system message before it. null: false for models
-    with files of sentence-transformers, for encoders and without a template, otherwise true."""
+    with files of sentence-transformers, for encoders and without a template, else true."""
     end_token: str | None = None
-    """A token behind each text that the chat template writes, at which the embedding is then read off. null: none."""
+    """A token to add after each text of the chat template. The embedding is the hidden state at this token. null:
+    none."""
     max_length: int | None = 1024
-    """Tokens of each text; truncation_mode says what becomes of longer ones."""
+    """Tokens of each text; truncation_mode says how longer ones are cut."""
     truncation_mode: Literal["drop", "keep_start"] = "drop"
     """drop rows with a longer text, or keep the start of the text, and the special tokens at its end."""
     dataset_num_proc: int | None = None
@@ -83,9 +86,7 @@ class EmbeddingConfig(TrainConfig):
         if self.infonce_temperature <= 0:
             raise ConfigError(f"infonce_temperature must be above 0, got {self.infonce_temperature}")
         if self.backend != "fsdp":
-            raise ConfigError(
-                "backend: megatron trains no embedding models yet. Train with fsdp (of ms-swift: swift sft)"
-            )
+            raise ConfigError("backend: megatron trains no embedding models yet. Write backend: fsdp")
         if self.loss_type != "infonce":
             unread(self, f"loss_type is {self.loss_type}", *OF_INFONCE)
         if not self.loss_type.endswith("contrastive"):
@@ -101,8 +102,8 @@ class EmbeddingConfig(TrainConfig):
                 raise ConfigError(f"mrl_dims holds {size}: {weight}. Write sizes of embeddings, and weights above 0")
         if self.is_pooled and self.token_budget == "auto" and not self.disable_dropout:
             raise ConfigError(
-                "token_budget: auto cuts micro-batches anew while the first step runs, and dropout would differ between"
-                " the two passes of a step. Write disable_dropout: true, or per_device_train_batch_size"
+                "token_budget: auto changes micro-batches during the first step. Dropout would then differ "
+                "between the two passes of a step. Write disable_dropout: true, or per_device_train_batch_size"
             )
 
     @property

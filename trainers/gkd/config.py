@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal
 from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig, check_episodes
 from trainers.configuration.roles import ROLLOUT, TEACHER, TRAIN
-from trainers.configuration.shared import at_least, check_init_kwargs
+from trainers.configuration.shared import check_init_kwargs
+from trainers.configuration.values import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +29,9 @@ class GKDConfig(CompletionConfig):
     teacher_model_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the teacher's AutoModelForCausalLM.from_pretrained."""
     teacher_engine: Literal["hf", "vllm"] = "hf"
-    """What answers for the teacher_model. hf: transformers, as the student runs. vllm: vLLM, which is installed apart,
-    for ``gkd_logits_topk`` likeliest tokens."""
+    """The engine of the teacher_model. hf: transformers, as the student runs. vllm: vLLM, which is installed
+    separately,
+    for the top ``gkd_logits_topk`` tokens."""
     teacher_engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Fields of vLLM's EngineArgs for ``teacher_engine: vllm``, such as {max_model_len: 8192}. tensor_parallel_size:
     workers of role teacher that hold one model together."""
@@ -40,12 +42,13 @@ class GKDConfig(CompletionConfig):
     lmbda: float = 0.5
     """Share of the steps that learn from the student's own completions; the others from the dataset's responses."""
     max_staleness: int = 0
-    """Steps whose completions are begun ahead of the one that is learned from, by a student that knows less. 0: none.
+    """How many steps old the student may be that generates. Its completions are made while earlier ones are
+    learned. 0: none.
     above 1: a queue, filled again when its last is needed. Role rollout needs devices of its own."""
     seq_kd: bool = False
     """Those others learn from the teacher's completions instead."""
     max_length: int | None = 1024
-    """Tokens of a dataset row; longer ones lose the beginning of their prompt."""
+    """Tokens of a dataset row. A longer row loses the beginning of its prompt."""
 
     # Generation
     max_completion_length: int = 128
@@ -58,7 +61,7 @@ class GKDConfig(CompletionConfig):
     """Name of a registered environment or scheduler, a dotted path, or {name: ..., argument: value}. It answers the
     student's text; see ``rollout/environments.py``. null: a completion is a single turn."""
     max_turns: int | None = None
-    """Turns of the student in one completion. null: as many as ``max_completion_length`` has room for."""
+    """Turns of the student in one completion. null: as many as fit into ``max_completion_length``."""
     completion_length_limit_scope: Literal["total", "per_round"] = "total"
     """What ``max_completion_length`` limits: total: all turns of a completion together; per_round: each turn of the
     student. Then ``max_turns`` or vLLM's ``max_model_len`` limits the whole."""
@@ -66,14 +69,15 @@ class GKDConfig(CompletionConfig):
     # Loss
     beta: float = 0.5
     """0: forward KL, teacher to student. 1: reverse KL, student to teacher; between: the generalised Jensen-Shannon
-    divergence of GKD. The formulas stand in losses/distillation.py."""
+    divergence of GKD. The formulas are in losses/distillation.py."""
     gkd_logits_topk: int | None = None
-    """Compare only so many of the teacher's likeliest tokens. null: the whole vocabulary, for which the teacher must
-    share the student's devices."""
+    """Compare only this number of the teacher's most probable tokens. null: the whole vocabulary, for which the
+    teacher
+    must share the student's devices."""
     gkd_topk_add_tail: bool = True
-    """With ``gkd_logits_topk``: all other tokens together are one more entry. false: the k are renormalised."""
+    """With ``gkd_logits_topk``: all other tokens together form one more entry. false: the k are renormalised."""
     sft_alpha: float = 0.0
-    """Weight of the cross-entropy, at temperature 1, that is added on the dataset's responses."""
+    """Weight of the cross-entropy of the dataset's responses, which is added to the loss. It has temperature 1."""
 
     # Evaluation
     per_device_eval_batch_size: int = 8
@@ -134,7 +138,7 @@ def check_gkd(config: GKDConfig) -> None:
         raise ConfigError("environment answers the student's completions, but lmbda=0 asks for none. Raise it.")
     if config.drop_long_prompts and config.uses_responses:
         raise ConfigError(
-            f"drop_long_prompts is of prompts alone, and lmbda={config.lmbda} learns from the dataset's responses too. "
+            f"drop_long_prompts only drops prompts, and lmbda={config.lmbda} learns from the dataset's responses too. "
             "Remove it (of ms-swift's names: truncation_strategy: left), or write lmbda: 1 or seq_kd."
         )
     _check_teacher_engine(config)
@@ -150,7 +154,8 @@ def _check_teacher_engine(config: GKDConfig) -> None:
         raise ConfigError("teacher_engine: vllm is for a teacher_model, and there is none: remove it, or set that")
     if config.gkd_logits_topk is None:
         raise ConfigError(
-            "teacher_engine: vllm gives the teacher's likeliest tokens, not the whole vocabulary: set gkd_logits_topk "
+            "teacher_engine: vllm gives the teacher's most probable tokens, not the whole vocabulary: set "
+            "gkd_logits_topk "
             "(64, say), or teacher_engine: hf"
         )
     if config.teacher_model_init_kwargs:
@@ -158,8 +163,8 @@ def _check_teacher_engine(config: GKDConfig) -> None:
     most = config.teacher_engine_kwargs.get("max_logprobs", config.gkd_logits_topk)
     if isinstance(most, int) and 0 <= most < config.gkd_logits_topk:
         raise ConfigError(
-            f"teacher_engine_kwargs: max_logprobs={most} is below gkd_logits_topk={config.gkd_logits_topk}. Raise it, "
-            "or remove it: it is then what is needed."
+            f"teacher_engine_kwargs: max_logprobs={most} is below gkd_logits_topk={config.gkd_logits_topk}. Raise "
+            "it, or remove it: then it has the length that is needed."
         )
     length = config.teacher_engine_kwargs.get("max_model_len")
     if isinstance(length, int) and length > 0:

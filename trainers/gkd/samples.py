@@ -49,10 +49,7 @@ class DistillationSamples(Sequences):
         theirs = self.as_teacher_sequences()
         same = np.array_equal(_num_targets(self), _num_targets(theirs))
         if not same or not np.array_equal(_target_ids(self), _target_ids(theirs)):
-            raise ValueError(
-                "the teacher's targets must be the student's, the same tokens in the same order: they are what both "
-                "models are compared on"
-            )
+            raise ValueError("the targets of teacher and student must be the same tokens in the same order")
 
     def as_teacher_sequences(self) -> Sequences:
         """What the teacher is given; its targets are the student's, in order."""

@@ -21,9 +21,10 @@ from trainers.backends.base import Backend
 from trainers.backends.device import default_device
 from trainers.batch import Prompts, Ragged, Rollouts, Sequences
 from trainers.gkd.config import GKDConfig
-from trainers.parts.checks import check_can_sleep, check_model_fits
+from trainers.parts.checks import check_can_sleep, check_model_fits, is_on_cpu
 from trainers.parts.engine import build_engine, sampling_of, seed_of, vllm_engine
 from trainers.parts.frozen import Teacher
+from trainers.parts.models import resolve_dtype
 from trainers.parts.policy import Model
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.rollout.base import Engine
@@ -143,8 +144,14 @@ def teacher_settings(config: GKDConfig, *, shares_devices: bool) -> dict[str, An
 def check_vllm_teacher(config: GKDConfig, groups: DeviceGroups | None) -> None:
     """Raises ConfigError for a field that vLLM lacks, and for a placement that the teacher's engine cannot work in."""
     if config.teacher_engine == "vllm":
-        from trainers.rollout.vllm.settings import check_sampling_kwargs, checked_engine_kwargs
+        from trainers.rollout.vllm.settings import check_model_on_cpu, check_sampling_kwargs, checked_engine_kwargs
+        from trainers.rollout.vllm.vision.features import check_sees
 
+        if config.teacher_model is not None:
+            check_sees(config.teacher_model, "teacher_engine", trust_remote_code=config.trust_remote_code)
+            if is_on_cpu(groups, "teacher"):
+                told: dict[str, Any] = {"dtype": resolve_dtype(config), "trust_remote_code": config.trust_remote_code}
+                check_model_on_cpu(config.teacher_model, **told)
         given = dict(config.teacher_engine_kwargs)
         size = given.pop("tensor_parallel_size", 1)
         checked_engine_kwargs(given, key="teacher_engine_kwargs")

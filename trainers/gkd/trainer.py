@@ -144,8 +144,9 @@ class GKDTrainer:
         self.check_rows(self.rows)
         if config.uses_responses and not has_response(self.rows[0]):
             raise ConfigError(
-                f"dataset: lmbda={config.lmbda} learns from the dataset's responses on some steps, and its rows have "
-                "none (no 'completion', no 'messages' that end with the assistant's turn). Add them, or set lmbda: 1 "
+                f"dataset: lmbda={config.lmbda} learns from the dataset's responses on some steps, but its rows "
+                "have none. They need 'completion', or 'messages' that end with the assistant. Add them, or set "
+                "lmbda: 1 "
                 "or seq_kd."
             )
         self.samples = self.tokenize(self.rows) if config.uses_responses else None
@@ -172,8 +173,8 @@ class GKDTrainer:
         """Raises ConfigError for rows without a prompt of the teacher's own where it needs one."""
         if self.config.has_live_teacher and not all(has_teacher_prompt(row) for row in rows):
             raise ConfigError(
-                "teacher_model is null, so that the student is its own teacher: it can learn only what another prompt "
-                "tells it, and some rows have no 'teacher_prompt'. Add it, or set teacher_model, or tuner_type: lora "
+                "teacher_model is null, so the student is its own teacher. Then every row needs a "
+                "'teacher_prompt', and some rows have none. Add it, or set teacher_model, or tuner_type: lora "
                 "(the teacher is then the student without its adapter)."
             )
 
@@ -354,7 +355,7 @@ def teacher_sees(config: GKDConfig, student: str, teacher: str | None) -> bool:
     Raises:
         ConfigError: it makes other pixels or tokens of them than the student.
     """
-    if config.teacher_engine == "vllm" or (config.teacher_model is not None and teacher is None):
+    if config.teacher_model is not None and teacher is None:
         return False
     if teacher is None or teacher == student:
         return True

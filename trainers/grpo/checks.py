@@ -32,7 +32,7 @@ def environment_of(config: GRPOConfig, tokenizer: Any = None) -> Callable[[], En
     if config.reward_processes and is_scheduler(config.environment):
         raise ConfigError(
             "reward_processes is not supported with a scheduler of ms-swift, whose rollout_infos reach the functions "
-            "on the driver alone. Write reward_processes: 0."
+            "only on the driver. Write reward_processes: 0."
         )
     with mistakes_of("environment"):
         return environment_named(config.environment, max_turns=config.turn_limit, tokenizer=tokenizer)
@@ -48,7 +48,8 @@ def check_used(config: GRPOConfig, groups: DeviceGroups | None) -> None:
     for group in () if groups is None else groups.groups:
         if not any(is_used.get(role, True) for role in group.roles):
             raise ConfigError(
-                f"device group {group.name!r} hosts {', '.join(group.roles)} alone, which this run does not use (role "
-                "reference needs beta and, with LoRA, ref_model; teacher: teacher_model; reward: reward_model). Its "
+                f"device group {group.name!r} hosts {', '.join(group.roles)} alone, which this run does not use. "
+                "Role reference needs beta and, with LoRA, ref_model; teacher needs teacher_model; reward needs "
+                "reward_model. Its "
                 "devices would stand idle: remove the group."
             )

@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Literal
 from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig, check_episodes, check_reward_functions
 from trainers.configuration.roles import REFERENCE, REWARD, ROLLOUT, TEACHER, TRAIN
-from trainers.configuration.shared import at_least
-from trainers.configuration.values import check_folder
+from trainers.configuration.values import at_least, check_folder
 from trainers.grpo.choices import CLIPPED, REGISTRIES, check_plugged, check_read, is_known
 from trainers.losses.types import NOT_BUILT, ImportanceLevel, RolloutCorrection, RolloutRejection
 from trainers.plugins import ADVANTAGES, named, parameters
@@ -44,25 +43,26 @@ class GRPOConfig(CompletionConfig):
     num_generations_eval: int | None = None
     """Completions per prompt in evaluation. null: ``num_generations``, or 1 when ``eval_temperature`` is 0."""
     generation_batch_size: int | None = None
-    """Completions generated at once, over all workers. null: those of ``steps_per_generation``."""
+    """Completions generated at once, over all workers. null: the completions of ``steps_per_generation`` steps."""
     steps_per_generation: int | None = None
     """Micro-batches that a generation is worth. null: ``gradient_accumulation_steps``."""
     num_iterations: int = 1
     """Times that a generation is gone through (mu in the paper)."""
 
     max_staleness: int = 0
-    """Generations that are begun ahead of the one that is learned from, by a policy that knows less. 0: none. above 1:
+    """How many generations old the policy may be that generates. Completions are made while earlier ones are
+    learned. 0: none. above 1:
     a queue, filled again when its last is needed. Role rollout needs devices of its own."""
     weight_sync_interval: int | None = None
     """With ``max_staleness``: the number of decoding steps after which engines look for new weights. They take them in
-    the middle of completions. null: new weights wait until all that was begun has ended. It has an effect with Ray
-    alone: without it processes generate and train by turns."""
+    the middle of completions. null: new weights wait until all that was begun has ended. It has an effect only
+    with Ray. Without Ray, processes generate and train by turns."""
 
     # Generation
     dynamic_sample: bool = False
-    """Replace prompts whose completions are all rewarded alike by the next prompts of the data (arXiv 2503.14476)."""
+    """Replace prompts whose completions have equal rewards by the next prompts of the data (arXiv 2503.14476)."""
     max_resample_times: int = 3
-    """How often ``dynamic_sample`` asks for further prompts; then prompts rewarded alike fill the generation."""
+    """How often ``dynamic_sample`` draws further prompts. Then prompts with equal rewards fill the generation."""
 
     # Several turns
     environment: Any = None
@@ -72,11 +72,11 @@ class GRPOConfig(CompletionConfig):
     """Functions that the model may call, registered as tools or dotted paths; they are the environment."""
     tool_call_parser: str = "auto"
     """The function that reads the model's calls of ``tools``: a name of vLLM's tool parsers, a registered function, or
-    a dotted path. hf: the tokenizer's response_template. auto: what fits the chat template."""
+    a dotted path. hf: the tokenizer's response_template. auto: the parser that fits the chat template."""
     max_turns: int | None = None
-    """Turns of the model in one completion. null: as many as ``max_completion_length`` has room for."""
+    """Turns of the model in one completion. null: as many as fit into ``max_completion_length``."""
     max_tool_calling_iterations: int | None = None
-    """Times that tools answer: one less than ``max_turns``, of which one is to be set."""
+    """How often tools answer. It is one less than ``max_turns``; set only one of the two keys."""
     completion_length_limit_scope: Literal["total", "per_round"] = "total"
     """What ``max_completion_length`` limits: total: all turns of a completion together; per_round: each turn of the
     model. Then ``max_turns`` or vLLM's ``max_model_len`` limits the whole."""
@@ -87,14 +87,14 @@ class GRPOConfig(CompletionConfig):
     reward_funcs: list[Any] = field(default_factory=list)
     """Names, dotted paths, or {name: ..., argument: value}; see ``rewards/functions.py``."""
     reward_processes: int = 0
-    """Processes beside every rollout worker that run ``reward_funcs`` on what has finished, while others are still
-    written. 0: none, the driver runs them when all have."""
+    """Processes beside every rollout worker that run ``reward_funcs`` on finished completions while others are
+    generated. 0: the driver runs them when all completions have finished."""
     reward_timeout_s: float | None = None
     """Seconds that a reward function may take for the completions that it is given at once. null: no limit."""
     reward_model: list[str] = field(default_factory=list)
     """Sequence classifiers of one label, folders or hub names, whose scores are further rewards (role reward)."""
     reward_weights: list[float] | None = None
-    """One a reward: the functions, then the reward models, then the environment's own reward. null: 1 for each."""
+    """One per reward: the functions, then the reward models, then the environment's own reward. null: 1 for each."""
     multi_objective_aggregation: Aggregation = "sum_then_normalize"
     """sum_then_normalize rewards, or normalize_then_sum (each function on its own, GDPO)."""
     scale_rewards: Scale | bool = "group"
@@ -102,18 +102,18 @@ class GRPOConfig(CompletionConfig):
 
     # Advantages
     advantage_estimator: str | dict[str, Any] = "grpo"
-    """What rewards are compared with; the formulas stand in rewards/estimators.py. grpo: the group. rloo: the others of
+    """The baseline of rewards. The formulas are in rewards/estimators.py. grpo: the group. rloo: the others of
     the group. reinforce_plus_plus (or reinforce_plus_plus_baseline): the group, then all differences of the batch, as
     in ms-swift. reinforce_plus_plus_token: all tokens of the batch, the paper's form without groups. gpg, opo, remax
     (a greedy completion), maxrl (rewards of 0 and 1), pass_at_k and grpo_passk: of these papers. Or the name of an
     estimator that a plugin registered, or {name: ..., argument: value}."""
     pass_k: int = 4
-    """k of pass_at_k: completions of which one must be right."""
+    """The k of pass_at_k: one of k completions must be right."""
     pass_threshold: float = 0.5
-    """Weighted reward from which pass_at_k takes a completion for right."""
+    """Weighted reward at which pass_at_k counts a completion as right."""
     kl_in_reward: bool | None = None
-    """Subtract beta x KL from the reward, and not from the loss. null: with rloo, remax, reinforce_plus_plus and its
-    forms."""
+    """Subtract beta x KL from the reward, and not from the loss. null: true for rloo, remax and
+    reinforce_plus_plus (all forms)."""
     reward_clip_range: list[float] | None = None
     """Lowest and highest weighted reward, of rloo."""
     normalize_advantages: bool = False
@@ -121,7 +121,8 @@ class GRPOConfig(CompletionConfig):
     teacher_model: str | None = None
     """A model, folder or hub name with the policy's tokens, that tokens are judged by too (role teacher)."""
     teacher_kl_coef: float = 1.0
-    """A token's advantage gets teacher_kl_coef x (its log-probability under the teacher - under the policy)."""
+    """A token's advantage is increased by teacher_kl_coef x (its log-probability under the teacher - under the
+    policy)."""
 
     # Reference
     ref_model: str | None = None
@@ -143,8 +144,8 @@ class GRPOConfig(CompletionConfig):
     beta: float = 0.0
     """Weight of the KL to the reference model. 0: no reference model is loaded."""
     epsilon: float = 0.2
-    """The ratio to the old policy is clipped to 1 - epsilon, 1 + epsilon. Of gmpo, whose paper has 0.4, the log-ratio
-    is clipped to -epsilon, epsilon. Of dppo_tv and dppo_kl it is the distance that a token may go."""
+    """The ratio to the old policy is clipped to 1 - epsilon, 1 + epsilon. gmpo clips the log-ratio to -epsilon,
+    epsilon; its paper has 0.4. For dppo_tv and dppo_kl it is the largest distance of a token."""
     epsilon_high: float | None = None
     """Upper clip range. null: ``epsilon``. For cispo the cap of the ratio itself."""
     delta: float | None = None
@@ -170,19 +171,20 @@ class GRPOConfig(CompletionConfig):
     fipo_decay_rate: float = 32.0
     """Tokens after which fipo counts the future half."""
     fipo_clip_range: float | None = 0.2
-    """fipo's weight lies in 1 - range, 1 + range. null: it is not bounded."""
+    """The weight of fipo is between 1 - range and 1 + range. null: it is not bounded."""
     fipo_clip_high_only: bool = True
-    """It lies in 1, 1 + range instead."""
+    """The weight is between 1 and 1 + range instead."""
     fipo_safety_threshold: float | None = 4.0
     """Ratio above which a negative advantage is weighed in 0.8, 1. null: none."""
     clip_cov_ratio: float = 2e-4
-    """Share of a step's tokens, one at least, that clip_cov takes the gradient from."""
+    """Share of a step's tokens (at least one) whose gradient clip_cov removes."""
     clip_cov_lb: float = 1.0
-    """They are drawn from those whose covariance of advantage and log-probability is above this."""
+    """They are drawn from the tokens whose covariance of advantage and log-probability is above this."""
     clip_cov_ub: float = 5.0
     """And below this."""
     kl_cov_ratio: float = 2e-4
-    """Share of a step's tokens, those of highest covariance, one at least, that kl_cov keeps near the old policy."""
+    """Share of a step's tokens, the tokens of highest covariance (at least one), that kl_cov keeps near the old
+    policy."""
     kl_cov_coef: float = 1.0
     """Weight of their distance to it, |log ratio|."""
     dppo_ratio_cap: float | None = 20.0
@@ -194,7 +196,8 @@ class GRPOConfig(CompletionConfig):
     set. Not needed with the hf engine, which computes the same numbers as the training code in float32."""
     rollout_importance_sampling_mode: RolloutCorrection | None = None
     """token, sequence, or geometric (the mean over the sequence). truncate: ratios are cut to the bounds; mask: ratios
-    beyond the bounds become 0. null: sequence_mask. Geometric ratios lie near 1: give bounds such as 0.99 and 1.01."""
+    beyond the bounds become 0. null: sequence_mask. Geometric ratios are near 1: give bounds such as 0.99 and
+    1.01."""
     rollout_importance_sampling_clip_max: float | None = 3.0
     """Upper bound of the ratio. null: none."""
     rollout_importance_sampling_clip_min: float | None = None
@@ -213,17 +216,17 @@ class GRPOConfig(CompletionConfig):
 
     # Exploration
     top_entropy_quantile: float = 1.0
-    """Share of the step's tokens, those of highest entropy, that get a policy gradient (arXiv 2506.01939)."""
+    """Share of the step's tokens, the tokens of highest entropy, that get a policy gradient (arXiv 2506.01939)."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus. 0: none, or where ``use_adaptive_entropy`` begins."""
+    """Weight of the entropy bonus. 0: no entropy term. With ``use_adaptive_entropy`` it is the first value."""
     use_adaptive_entropy: bool = False
-    """Move ``entropy_coef`` after every step, and apply it below ``entropy_target`` alone (arXiv 2505.22312)."""
+    """Move ``entropy_coef`` after every step, and apply it only below ``entropy_target`` (arXiv 2505.22312)."""
     entropy_coef_min: float = 0.0
     """Lowest coefficient that it is moved to."""
     entropy_coef_max: float = 1.0
     """Highest one."""
     entropy_coef_delta: float = 0.005
-    """How far it is moved at once."""
+    """The change of the coefficient per step."""
     entropy_target: float = 0.2
     """Mean entropy of tokens, in nats, that the coefficient keeps up."""
 
@@ -368,7 +371,7 @@ def check_rejection(config: GRPOConfig) -> None:
             f"rollout_rejection={kind} needs rollout_rejection_max, the largest value that stays. Set it."
         )
     if not kind.endswith("_k1") and low is not None:
-        raise ConfigError(f"rollout_rejection_min is of k1 alone; {kind} is never negative. Remove it.")
+        raise ConfigError(f"rollout_rejection_min is only for k1; {kind} is never negative. Remove it.")
     if high <= 0 or (low is not None and low <= 0):
         raise ConfigError("rollout_rejection_min and rollout_rejection_max must be positive")
     if kind.endswith("_k1") and (1 / high if low is None else low) > high:
@@ -529,8 +532,7 @@ def check_loss(config: GRPOConfig) -> None:
         )
     if config.loss_name == "gmpo" and config.top_entropy_quantile < 1:
         raise ConfigError(
-            "loss_type=gmpo multiplies the ratios of all tokens of a completion, so that no share of them can be left "
-            "out: remove top_entropy_quantile"
+            "loss_type=gmpo multiplies the ratios of all tokens of a completion: remove top_entropy_quantile"
         )
     meant = {"luspo": "sequence", "vespo": "token"}.get(config.loss_name, config.importance_sampling_level)
     if config.importance_sampling_level != meant:
@@ -565,7 +567,7 @@ def check_clip_range(config: GRPOConfig) -> None:
 
 def check_turns(config: GRPOConfig) -> None:
     if config.environment is not None and config.tools:
-        raise ConfigError("environment and tools both answer what the model writes; set one of them")
+        raise ConfigError("environment and tools both answer the model; set one of them")
     if config.tool_call_parser != "auto" and not config.tools:
         raise ConfigError("tool_call_parser reads calls of tools, but there are no tools. Set tools, or remove it.")
     if config.max_turns is not None and config.max_tool_calling_iterations is not None:

@@ -52,13 +52,13 @@ class GenerationPlan:
         size = step_size if size is None else size
         if size % step_size:
             raise ConfigError(
-                f"a generation of {size} completions must be a multiple of the {step_size} sequences of an optimizer "
-                "step; change generation_batch_size (or steps_per_generation) or the batch size"
+                f"a generation of {size} completions must be a multiple of the {step_size} sequences of an "
+                "optimizer step. Change generation_batch_size (or steps_per_generation) or the batch size"
             )
         if size % config.num_generations:
             raise ConfigError(
                 f"a generation of {size} completions must be a multiple of num_generations={config.num_generations}, "
-                "so that no group is torn apart; change generation_batch_size, the batch size, or num_generations"
+                "so that groups stay whole. Change generation_batch_size, the batch size, or num_generations"
             )
         num_prompts = size // config.num_generations
         if config.dataloader_drop_last and not config.dynamic_sample:
@@ -80,7 +80,8 @@ class GenerationPlan:
             raise nothing_left(self.num_prompts)
         if self.is_dynamic and self.num_rows <= self.num_prompts:
             raise ConfigError(
-                f"dynamic_sample has no further prompts to draw: a generation has {self.num_prompts} prompts, each row "
+                f"dynamic_sample has no further prompts to draw. A generation has {self.num_prompts} prompts, "
+                "each row "
                 f"once, and the dataset {self.num_rows} rows; lower generation_batch_size or remove dynamic_sample"
             )
 

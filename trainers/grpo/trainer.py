@@ -146,7 +146,6 @@ class GRPOTrainer:
         self.rows: Any = self.read(*config.training_data)
         self.eval_rows: Any = self.read(*config.evaluation_data) if config.evaluates else None
         datasets = {"dataset": self.rows, "eval_dataset": self.eval_rows}
-        self.rewarder.check_columns(datasets)
         if not config.has_environment:  # whose prompts are what it makes of the rows
             check_prompts_fit(config, datasets, self.tokenizer, self.model_path, self.images)
         self.begin({})

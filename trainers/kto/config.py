@@ -8,7 +8,8 @@ from typing import ClassVar
 from rayhelper import ConfigError
 from trainers.configuration.reference import ReferenceConfig
 from trainers.configuration.roles import REFERENCE, TRAIN
-from trainers.configuration.shared import at_least, unread
+from trainers.configuration.shared import unread
+from trainers.configuration.values import at_least
 from trainers.data.rows import TruncationMode
 from trainers.losses.types import KTOLossType
 
@@ -28,24 +29,24 @@ class KTOConfig(ReferenceConfig):
 
     # Data
     max_length: int | None = 1024
-    """Tokens of prompt and completion; truncation_mode says what becomes of longer sequences."""
+    """Tokens of prompt and completion; truncation_mode says how longer sequences are cut."""
     truncation_mode: TruncationMode = "keep_start"
-    """keep_start or keep_end of a sequence that is too long; drop: without rows that are. A prompt with the completion
+    """For a sequence that is too long: keep_start, keep_end, or drop (the row). A prompt with the completion
     of another row, which estimates the KL, keeps its start."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     packing: bool = False
-    """Batch sizes count packs in the place of completions. A pack is several completions, of at most max_length tokens
-    together. It passes through the model without padding, as with padding_free. Where the KL is estimated each counts
-    twice, as its prompt is scored with another completion too."""
+    """Batch sizes count packs instead of completions. A pack is several completions, of at most max_length tokens
+    together. It passes through the model without padding, as with padding_free. If the KL is estimated, each row
+    counts twice: its prompt is also scored with another completion."""
 
     # Loss
     loss_type: KTOLossType = "kto"
-    """kto, or apo_zero_unpaired, which estimates no KL; formulas and papers stand in losses/kto.py."""
+    """kto, or apo_zero_unpaired, which estimates no KL. Formulas and papers are in losses/kto.py."""
     beta: float = 0.1
     """How strongly the policy is held to the reference; more: closer."""
     desirable_weight: float = 1.0
-    """Weight of the losses of desirable completions, where there are fewer of them than of others."""
+    """Weight of the losses of desirable completions, for data with fewer of them."""
     undesirable_weight: float = 1.0
     """Weight of the losses of undesirable completions."""
     kl_batch_size: int | None = None

@@ -57,8 +57,8 @@ def generalized_jsd(
     if student_logits.shape[-1:] != teacher_logits.shape[-1:]:
         raise ValueError(
             f"student and teacher must share one vocabulary, got logits of {student_logits.shape[-1]} and "
-            f"{teacher_logits.shape[-1]} entries. Where only the padding of the embeddings differs, cut both to the "
-            "tokenizer's size; where the tokenizers differ, these divergences do not apply."
+            f"{teacher_logits.shape[-1]} entries. If only the padding of the embeddings differs, cut both to the "
+            "tokenizer's size. If the tokenizers differ, these divergences do not apply."
         )
     _check_same_tokens("teacher_logits", teacher_logits.shape[:-1], student_logits.shape[:-1])
     student_logps = _logps(student_logits, temperature, vocabulary)
@@ -138,8 +138,8 @@ def topk_jsd(
     if add_tail and temperature != teacher_temperature:
         raise ValueError(
             f"the tail of a teacher at temperature {teacher_temperature} is not known at temperature {temperature}: "
-            "set add_tail=False, use the teacher's temperature, or have the teacher compute its log-probabilities at "
-            "the wanted one and pass it as teacher_temperature too."
+            "set add_tail=False, or use the teacher's temperature. Or let the teacher compute at the wanted "
+            "temperature, and pass it as teacher_temperature."
         )
     absent_NK = teacher_logps_NK == -torch.inf
     # Both sides go through the same operations, so that a teacher equal to the student gives exactly 0.

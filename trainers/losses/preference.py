@@ -190,7 +190,7 @@ def preference_loss(
     if SORTING_LOSSES & set(types) and num_here not in (0, num_pairs):
         raise ValueError(
             f"{_names(SORTING_LOSSES & set(types))} sort all pairs of an optimizer step, and this micro-batch holds "
-            f"{num_here} of {num_pairs:g}: use one worker and one micro-batch a step, or another loss type"
+            f"{num_here} of {num_pairs:g}: use one worker and one micro-batch per step, or another loss type"
         )
     shared_lengths_B = torch.minimum(chosen.mask_BT.bool().sum(1), rejected.mask_BT.bool().sum(1))
     chosen_totals = completion_totals(chosen, shared_lengths_B, ld_alpha, "chosen")

@@ -88,7 +88,7 @@ def per_token(name: str, values: torch.Tensor, mask_BT: torch.Tensor) -> torch.T
     if values.shape == (num_sequences, 1):
         return values
     raise ValueError(
-        f"{name} must hold one value a sequence ({num_sequences}) or one a token {(num_sequences, num_tokens)}, "
+        f"{name} must hold one value per sequence ({num_sequences}) or one per token {(num_sequences, num_tokens)}, "
         f"got {tuple(values.shape)}"
     )
 

@@ -27,7 +27,7 @@ from trainers.parts.model_checks import (
     check_sequences,
     positions_of,
 )
-from trainers.parts.models import lora_settings
+from trainers.parts.models import lora_settings, resolve_dtype
 from trainers.plugins import load_plugins
 from trainers.rollout.hf.settings import check_generation_kwargs
 from trainers.run.run import resumed_state
@@ -76,7 +76,7 @@ def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> 
         from trainers.rollout.vllm.settings import check_model_on_cpu, check_sampling_kwargs, checked_engine_kwargs
 
         if is_on_cpu(groups, "rollout"):
-            check_model_on_cpu(config.model, trust_remote_code=config.trust_remote_code)
+            check_model_on_cpu(config.model, dtype=resolve_dtype(config), trust_remote_code=config.trust_remote_code)
         if config.vllm_enable_lora and Path(config.model).is_dir():
             check_adapter(
                 config.model,
@@ -119,8 +119,8 @@ def check_model_fits(told: str, size: int, groups: DeviceGroups | None, role: st
         if size != group.gpus_per_worker:
             raise ConfigError(
                 f"{told}, but a worker of role {role} has {group.gpus_per_worker} GPUs (gpus_per_worker), and vLLM "
-                f"holds a model with all of them. Make the two equal, or remove gpus_per_worker: then workers with a "
-                "GPU each hold one together."
+                "holds a model with all of them. Make the two equal, or remove gpus_per_worker: then several "
+                "workers, with one GPU each, hold one model."
             )
     elif num_workers % size:
         raise ConfigError(f"{told} does not divide the {num_workers} workers of role {role}")
@@ -135,7 +135,7 @@ def check_can_sleep(config: CompletionConfig, groups: DeviceGroups | None, role:
     """Raises ConfigError if the role's vLLM shall make room on a CPU."""
     if config.sleep_level and is_on_cpu(groups, role):
         raise ConfigError(
-            f"sleep_level={config.sleep_level}: vLLM frees memory of GPUs alone, and role {role} is on a CPU. Set it "
+            f"sleep_level={config.sleep_level}: vLLM frees only memory of GPUs, and role {role} is on a CPU. Set it "
             "to 0."
         )
 
@@ -176,8 +176,8 @@ def check_prompts_fit(
                     raise ConfigError(
                         f"{key}: the prompt of row {place} (from 0, of {len(rows)}) has {len(prompt_ids)} tokens, and "
                         f"with a completion of {config.max_completion_length} (max_completion_length) that is more "
-                        f"than {told}. Set max_prompt_length, {room} at most, which takes the beginning away from "
-                        "longer prompts, change one of the lengths, or take the row out."
+                        f"than {told}. Set max_prompt_length to at most {room}, which cuts the beginning of "
+                        "longer prompts. Or change one of the lengths, or remove the row."
                     )
 
 

@@ -103,6 +103,7 @@ def vllm_engine(config: RunConfig, model: str, tokenizer: Any, size: int, **sett
         tensor_parallel_size=size,
         alone=not share_model(size),
         trust_remote_code=config.trust_remote_code,
+        processing=getattr(config, "image_processor_kwargs", None),
         **settings,
     )
 

@@ -247,9 +247,9 @@ class Generator:
         """Workers that took the place of others have engines, and all engines the policy's weights."""
         if self.way in ("shared", "copied"):
             raise EngineLostError(
-                "a worker died that trains and generates; another took its place, but what it had learned is gone. "
-                "Go on from a checkpoint (resume_from_checkpoint: auto), or give role rollout a group of its own, "
-                "whose restarts replace workers in a running run."
+                "a worker died that trains and generates. Another one replaced it, but its learned state is lost. "
+                "Continue from a checkpoint (resume_from_checkpoint: auto). Or give role rollout its own group, "
+                "whose restarts replace single workers."
             ) from lost
         while True:
             self._close_channel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,10 @@ from trainers.parts.model_checks import (
     check_vocabulary,
     check_whole,
     configuration_of,
-    gives_values,
 )
 from trainers.parts.tokenizer import grown_model, load_tokenizer, tokenizer_there
 from trainers.plugins import load_plugins, resolve_model
+from trainers.rewards.functions import check_columns, resolve_rewards
 
 REWARD_MODEL = "reward_model"
 
@@ -72,9 +72,7 @@ def image_reader(
         ConfigError: the model's processor cannot be loaded, or a model that is given its tokens has another one.
     """
     is_blind = getattr(config, "has_environment", False) and not sees_episodes
-    # vLLM and megatron's linear heads read texts alone; that is no mistake until a row has a picture
-    reads_texts = getattr(config, "rollout_engine", "hf") == "vllm" or gives_values(config)
-    if is_blind or (getattr(config, "backend", "fsdp") == "megatron" and reads_texts):
+    if is_blind:
         return None
     named = dict(beside or {})
     for name in (model, *named.values()):
@@ -109,17 +107,25 @@ def check_same_pixels(
 
 
 def read_prompts(
-    config: RunConfig, source: Any, split: str, images: ImageReader | None = None, tokenizer: Any = None
+    config: RunConfig,
+    source: Any,
+    split: str,
+    images: ImageReader | None = None,
+    tokenizer: Any = None,
+    *,
+    added_columns: Sequence[str] = (),
 ) -> Any:
-    """As ``read_rows``, of rows that each have a prompt to complete.
+    """As ``read_rows``, of rows that each have a prompt to complete, and the columns that ``reward_funcs`` ask for.
 
-    ``tokenizer``: of the run; None: the one of ``config.model``, if that is a folder.
+    ``tokenizer``: of the run; None: the one of ``config.model``, if that is a folder. ``added_columns``: of those that
+    the functions ask for, the ones that the trainer itself adds before it rewards completions.
 
     Raises:
-        ConfigError: rows have none, or a broken one, and ``skip_broken_rows`` is false. It names the first few.
-            Or prompts are conversations, and the tokenizer has no chat template.
+        ConfigError: rows have no prompt, or a broken one, and ``skip_broken_rows`` is false. It names the first few.
+            Or prompts are conversations, and the tokenizer has no chat template. Or a column is missing.
     """
     rows = read_rows(config, source, split, images)
+    _check_reward_columns(config, source, split, [*rows.column_names, *added_columns])
     with mistakes_of("dataset"):
         if not {"prompt", "messages"} & set(rows.column_names):
             prompt_of(rows[0])
@@ -129,6 +135,15 @@ def read_prompts(
         if images is None and not getattr(config, "has_environment", False) and not isinstance(prompt_of(rows[0]), str):
             check_chat_template(tokenizer_there(config) if tokenizer is None else tokenizer)
     return rows
+
+
+def _check_reward_columns(config: Any, source: Any, split: str, columns: Sequence[str]) -> None:
+    """Raises ConfigError if a function of ``reward_funcs`` asks for another column. Not all trainers have that key."""
+    if named := getattr(config, "reward_funcs", None):
+        key = "eval_dataset" if (source, split) == config.evaluation_data else "dataset"
+        told = [] if getattr(config, "environment", None) is None else ["rollout_infos"]  # by a scheduler
+        with mistakes_of("reward_funcs"):
+            check_columns(resolve_rewards(named)[0], [*columns, *told], key)
 
 
 def check_chat_template(tokenizer: Any) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError, DeviceGroups
-from trainers.backends.megatron.architectures import READ_BY_VLLM, SEEING
+from trainers.backends.megatron.architectures import SEEING, SPEAKING
+from trainers.backends.own_code import own_code_mistake
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
 from trainers.configuration.vision import vision_mistake
-from trainers.data.images.processor import is_vision
+from trainers.data.images.processor import is_vision, seeing_part
 from trainers.parts.models import check_same_tokens, lora_settings
 from trainers.parts.tokenizer import load_tokenizer, new_tokens, tokenizer_there
 
@@ -96,8 +98,8 @@ def check_new_tokens(config: TrainConfig) -> None:
     whole = ("modules_to_save", "trainable_token_indices")
     if lora and not any(lora.get(name) for name in whole) and "embed_tokens" not in config.lora_target_modules:
         logger.warning(
-            "new_special_tokens: the adapter leaves embeddings and head as they are, so that the new tokens keep what "
-            "is drawn for them. lora_kwargs: {modules_to_save: [embed_tokens, lm_head]} trains both"
+            "new_special_tokens: the adapter does not train embeddings and head, so the new tokens keep their "
+            "first rows. lora_kwargs: {modules_to_save: [embed_tokens, lm_head]} trains both"
         )
 
 
@@ -217,6 +219,12 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp", *, scores
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if backend == "fsdp" and seeing_part(configuration) is not configuration:
+        remedy = "Take another model." if scores else "Write backend: megatron, which trains it in SFT, DPO and KTO."
+        raise ConfigError(
+            f"model: {model!r} ({configuration.model_type}) also hears and speaks, and backend: fsdp has no class that "
+            f"trains the part that sees and reads. {remedy}"
+        )
     if backend == "fsdp" and is_vision(configuration):
         return
     if backend == "megatron" and configuration.model_type in SEEING:  # it has the tower too
@@ -232,7 +240,7 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp", *, scores
     if towers and kind is not None and getattr(kind, "config_class", None) is not type(configuration):
         raise ConfigError(
             f"model: {model!r} has a {towers[0].removesuffix('_config')} tower, and is trained here by "
-            f"{kind.__name__}, which is for text alone: the model that is saved would lack its tower. Vision models "
+            f"{kind.__name__}, which is only for text. The saved model would lack its tower. Vision models "
             "are trained with backend: fsdp; models that hear are not supported yet."
         )
 
@@ -245,10 +253,15 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
     if not sees:
         return
     if config.backend == "megatron":  # whose adapters are on the language model
-        if gives_values(config) and found.model_type not in READ_BY_VLLM:
+        if found.model_type in SPEAKING and gives_values(config):
             raise ConfigError(
-                f"{config.model!r} sees pictures, and backend: megatron has no linear head (reward models, "
-                "classifiers, critics) of such a model. Write backend: fsdp."
+                f"model: {config.model!r} ({found.model_type}) also hears and speaks, and has no linear head (reward "
+                "models, classifiers, critics). Take another vision model."
+            )
+        if found.model_type in SPEAKING and hasattr(config, "rollout_engine"):
+            raise ConfigError(
+                f"model: {config.model!r} ({found.model_type}) also hears and speaks, and no engine completes prompts "
+                "for such a model here. Train it in SFT, DPO or KTO, or take another vision model."
             )
         for name in ("freeze_vit", "freeze_aligner"):
             if getattr(config, name) is False and config.has_adapter:
@@ -259,12 +272,13 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
         rates = [name for name in ("vit_lr", "aligner_lr") if getattr(config, name) is not None]
         if rates and not config.learning_rate:
             raise ConfigError(
-                f"{rates[0]} is a share of learning_rate with backend: megatron, and that is 0. Raise it, and write "
+                f"{rates[0]} is a share of learning_rate with backend: megatron, but learning_rate is 0. Raise "
+                "it, and write "
                 "freeze_llm: true if the language model shall not learn."
             )
         if config.freeze_llm and config.has_adapter:
             raise ConfigError(
-                "freeze_llm is true, but an adapter of backend: megatron is on the language model alone. Remove one."
+                "freeze_llm is true, but an adapter of backend: megatron is only on the language model. Remove one."
             )
         if config.freeze_llm and config.pipeline_model_parallel_size > 1:
             raise ConfigError(
@@ -276,11 +290,21 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
             f"sequence_parallel_size is {config.sequence_parallel_size}, but workers cannot share rows with pictures "
             "yet. Remove it."
         )
-    reads_texts = config.backend == "megatron" and found.model_type in READ_BY_VLLM
-    if getattr(config, "rollout_engine", "hf") == "vllm" and not reads_texts:
+    if getattr(config, "rollout_engine", "hf") == "vllm":
+        check_engine_sees(config)
+
+
+def check_engine_sees(config: Any) -> None:
+    """Raises ConfigError if vLLM cannot complete prompts for a vision model that the run trains."""
+    from trainers.rollout.vllm.vision.features import check_torchvision
+
+    check_torchvision()
+    is_whole = {config.freeze_vit, config.freeze_aligner} == {False}
+    drops = getattr(config, "sleep_level", 0) == 2 or config.vllm_engine_kwargs.get("load_format") == "dummy"
+    if config.backend == "megatron" and not is_whole and drops:
         raise ConfigError(
-            f"rollout_engine: vllm does not complete prompts for vision models yet, and {config.model!r} is one. Write "
-            "rollout_engine: hf."
+            "backend: megatron sends engines no frozen parts of a vision model, so that the engine must keep those "
+            "that it has read. Set sleep_level: 1, and no load_format: dummy."
         )
 
 
@@ -299,6 +323,9 @@ def configuration_of(model: str, trust_remote_code: bool, **kwargs: Any) -> Any:
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **kwargs)
     except Exception as error:  # of any kind, by what the folder holds
+        file = config_file(model)
+        if file is not None and (mistake := own_code_mistake(model, json.loads(file.read_text(encoding="utf-8")))):
+            raise ConfigError(mistake) from None
         told = " ".join(str(error).split())
         raise ConfigError(f"model: {model!r} has no configuration that can be read: {told}") from None
 

@@ -85,7 +85,7 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
         arguments: dict[str, Any] = {"vision": vision_settings(config, trains=num_training_steps is not None)}
         return build_megatron(config, model, shared_arguments(config, num_training_steps) | arguments | settings)
     trains = num_training_steps is not None
-    if RayHelper.current().world_size > 1 or (trains and resolve_dtype(config) != "float32"):
+    if RayHelper.current().world_size > 1 or (trains and config.fsdp_offload_params):
         RayHelper.init_process_group()
     arguments = {
         "gradient_checkpointing": trains and recomputes_activations(config, model),
@@ -94,6 +94,7 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
         "offload_params": config.fsdp_offload_params,
         "optimizer_offload": config.optimizer_offload,
         "torch_compile": config.torch_compile,
+        "cuda_graphs": config.cuda_graphs and not shares_gpu_with_vllm(config),
         "activation_memory_budget": config.activation_memory_budget,
         "padding_free": config.padding_free or pack_length(config) is not None,
         "router_aux_loss_coef": config.router_aux_loss_coef,
@@ -112,6 +113,13 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
     return backend
 
 
+def shares_gpu_with_vllm(config: Any) -> bool:
+    """Whether a vLLM engine is on this worker's devices: it would have to find the memory of graphs free each step."""
+    here = RayHelper.current()
+    is_beside = not here.roles or "rollout" in (*here.roles, *here.neighbours)  # with Ray off one worker has all roles
+    return getattr(config, "rollout_engine", None) == "vllm" and is_beside
+
+
 def recomputes_activations(config: TrainConfig, model: str) -> bool:
     """What ``gradient_checkpointing`` means for a model that is trained on this worker's device. Every rank."""
     if config.gradient_checkpointing != "auto":
@@ -124,7 +132,7 @@ def recomputes_activations(config: TrainConfig, model: str) -> bool:
         micro_batch=config.per_device_train_batch_size,
         length=length or 0,
         compute_bytes=4 if resolve_dtype(config) == "float32" else 2,
-        kept_share=config.activation_memory_budget if config.torch_compile else 1.0,
+        kept_share=config.activation_memory_budget if config.torch_compile is True else 1.0,
         kept_logits=room_of(config.logits_memory_gib, recomputes=False),
         adapter=1 if config.has_adapter else 0,
     )

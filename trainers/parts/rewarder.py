@@ -2,7 +2,6 @@
 
     rewarder = Rewarder(config, ["exact_answer"], models=["path/to/judge"])
     rewarder.prepare(tokenizer)                    # on the driver: finds the functions
-    rewarder.check_columns({"dataset": rows})      # whether it has what the functions ask for
     rewarder.build(["path/to/judge"])              # loads the models where role reward runs
     rewards_BK = rewarder(rows, rollouts)          # (B, K) float32, NaN where a reward has nothing to say
     totals_B = rewarder.totals(rewards_BK)         # (B,) their weighted sums
@@ -14,7 +13,7 @@ Which functions there are is ``rewards/functions.py``; processes are ``rewards/p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from trainers.data.rows import prompt_of
 from trainers.metrics import Metrics
 from trainers.parts.models import resolve_dtype
 from trainers.rewards.advantages import add_reward_metrics, group_advantages, total_rewards
-from trainers.rewards.functions import check_columns, numbered, resolve_rewards, score
+from trainers.rewards.functions import numbered, resolve_rewards, score
 from trainers.rewards.models import RewardModel, check_reward_model, model_name
 from trainers.rewards.pool import RewardPool
 from trainers.rewards.texts import chat_completions
@@ -76,17 +75,6 @@ class Rewarder:
             raise ConfigError("nothing rewards completions. Name a function in reward_funcs, such as exact_answer.")
         self.weights = np.array(self.named_weights or [1.0] * len(self.names), np.float32)
         self.async_runner = asyncio.Runner()  # one event loop for all calls: clients may hold connections
-
-    def check_columns(self, datasets: Mapping[str, Any]) -> None:
-        """Raises ConfigError for a function that asks for a column that a dataset lacks.
-
-        ``datasets``: rows by the key that names them; None: nothing is completed of them.
-        """
-        told = [] if getattr(self.config, "environment", None) is None else ["rollout_infos"]  # by a scheduler
-        with mistakes_of("reward_funcs"):
-            for key, rows in datasets.items():
-                if rows is not None:
-                    check_columns(self.functions, [*rows.column_names, *told], key)
 
     def __call__(self, rows: Any, rollouts: Rollouts) -> np.ndarray:
         """(B, K) float32, NaN where a reward has nothing to say; ``rows`` of the dataset, one per completion."""

@@ -166,7 +166,7 @@ def check(engine: Engine, proof: dict[str, int]) -> None:
     wrong = [layer for layer in proof if found.get(layer) != proof[layer]]
     if wrong:
         raise StaleWeightsError(
-            f"{len(wrong)} of {len(proof)} parts of the engine's model are not what the trainer has, among them "
+            f"{len(wrong)} of {len(proof)} parts of the engine's model differ from the trainer's, among them "
             f"{wrong[:3]}. If the engine changes weights as it loads them, set weight_checksum: false."
         )
 

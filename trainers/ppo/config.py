@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig, check_reward_functions
 from trainers.configuration.roles import CRITIC, REFERENCE, REWARD, ROLLOUT, TRAIN
-from trainers.configuration.shared import at_least
-from trainers.configuration.values import check_folder
+from trainers.configuration.values import at_least, check_folder
 from trainers.rewards.gae import KLEstimator
 
 
@@ -32,8 +31,8 @@ class PPOConfig(CompletionConfig):
 
     # Models
     value_model: str | None = None
-    """The critic's first weights, a folder or hub name with the policy's tokens. null: those of ``reward_model``, else
-    the policy's with a new head."""
+    """The critic's first weights, a folder or hub name with the policy's tokens. null: the weights of
+    ``reward_model``, else the policy's with a new head."""
     value_learning_rate: float | None = None
     """The critic's. null: ``learning_rate``."""
     ref_model: str | None = None
@@ -43,7 +42,7 @@ class PPOConfig(CompletionConfig):
     num_ppo_epochs: int = 4
     """Times that a batch of completions is gone through."""
     num_mini_batches: int = 1
-    """Optimizer steps that go once through a batch: it has so many times the sequences of one step."""
+    """Optimizer steps per pass through a batch. The batch has this multiple of the sequences of one step."""
 
     # Generation
     max_completion_length: int = 53
@@ -55,14 +54,14 @@ class PPOConfig(CompletionConfig):
     reward_funcs: list[Any] = field(default_factory=list)
     """Names, dotted paths, or {name: ..., argument: value}; see ``rewards/functions.py``."""
     reward_processes: int = 0
-    """Processes beside every rollout worker that run ``reward_funcs`` on what has finished, while others are still
-    written. 0: none, the driver runs them when all have."""
+    """Processes beside every rollout worker that run ``reward_funcs`` on finished completions while others are
+    generated. 0: the driver runs them when all completions have finished."""
     reward_timeout_s: float | None = None
     """Seconds that a reward function may take for the completions that it is given at once. null: no limit."""
     reward_model: str | None = None
-    """A sequence classifier of one label, folder or hub name; its score is one more reward. null: none."""
+    """A sequence classifier of one label, folder or hub name; its score is a further reward. null: none."""
     reward_weights: list[float] | None = None
-    """One a reward function, and the last one the reward model's. null: 1 for each."""
+    """One per reward function. The last one is for the reward model. null: 1 for each."""
     missing_eos_penalty: float | None = None
     """Subtracted from the score of completions that ran into ``max_completion_length``. null: nothing."""
     kl_coef: float = 0.05
@@ -74,12 +73,12 @@ class PPOConfig(CompletionConfig):
 
     # Loss
     gamma: float = 1.0
-    """Discount of rewards and values a token later."""
+    """Discount of rewards and values per token."""
     lam: float = 0.95
     """GAE's lambda. 1: only rewards count; 0: only the critic counts."""
     lam_critic: float | None = None
-    """Lambda of the returns that the critic learns. null: ``lam``. With 1.0, as in VAPO (arXiv 2504.05118), they are
-    the rewards to go, without the critic's own bias."""
+    """Lambda of the returns that the critic learns. null: ``lam``. With 1.0, as in VAPO (arXiv 2504.05118),
+    targets are the rewards to go, without the bias of the critic."""
     length_adaptive_alpha: float | None = None
     """Alpha in the lambda of the policy's advantages: 1 - 1 / (alpha l) for l tokens (VAPO: 0.05). null: it is
     ``lam``."""
@@ -88,8 +87,8 @@ class PPOConfig(CompletionConfig):
     cliprange_value: float = 0.2
     """The critic's value is clipped to its old value - cliprange_value, + cliprange_value."""
     vf_coef: float = 0.1
-    """The critic's loss is multiplied by it. As the critic has an optimizer of its own, with AdamW that matters to
-    adam_epsilon and max_grad_norm alone; see value_learning_rate."""
+    """The critic's loss is multiplied by it. The critic has its own optimizer. With AdamW this matters only to
+    adam_epsilon and max_grad_norm. See value_learning_rate."""
 
     # Evaluation
     eval_temperature: float | None = None
@@ -135,7 +134,7 @@ def check_ppo(config: PPOConfig) -> None:
         if not 0 <= getattr(config, name) <= 1:
             raise ConfigError(f"{name} must lie in [0, 1], got {getattr(config, name)}")
     if config.lam_critic is not None and not 0 <= config.lam_critic <= 1:
-        raise ConfigError(f"lam_critic must lie in [0, 1], got {config.lam_critic}; null: that of lam")
+        raise ConfigError(f"lam_critic must lie in [0, 1], got {config.lam_critic}; null: the value of lam")
     alpha = config.length_adaptive_alpha
     if alpha is not None and alpha <= 0:
         raise ConfigError(
@@ -149,7 +148,7 @@ def check_ppo(config: PPOConfig) -> None:
     default_lam = next(one.default for one in fields(PPOConfig) if one.name == "lam")
     if alpha is not None and config.lam_critic is not None and config.lam != default_lam:
         raise ConfigError(
-            f"lam is {config.lam}, which nothing looks at: length_adaptive_alpha gives the policy's lambda, and "
+            f"lam is {config.lam}, which has no effect: length_adaptive_alpha gives the policy's lambda, and "
             "lam_critic the critic's. Remove one of them."
         )
     at_least(config, 0, "kl_coef", "missing_eos_penalty", "vf_coef", "value_learning_rate", "eval_temperature")

@@ -113,7 +113,6 @@ class PPOTrainer:
         self.rows: Any = self.read(*config.training_data)
         self.eval_rows: Any = self.read(*config.evaluation_data) if config.evaluates else None
         datasets = {"dataset": self.rows, "eval_dataset": self.eval_rows}
-        self.rewarder.check_columns(datasets)
         check_prompts_fit(config, datasets, self.tokenizer, self.model_path, self.images)
 
     def read(self, source: Any, split: str) -> Any:

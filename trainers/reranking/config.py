@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
-from trainers.configuration.shared import TrainConfig, at_least, unread
+from trainers.configuration.shared import TrainConfig, unread
+from trainers.configuration.values import at_least
 
 OF_LISTS = ("listwise_reranker_temperature", "listwise_reranker_min_group_size")
 OF_WORDS = ("generative_reranker_positive_token", "generative_reranker_negative_token", "instruction")
@@ -36,22 +37,23 @@ class RerankingConfig(TrainConfig):
     listwise_reranker_min_group_size: int = 2
     """Queries with fewer documents are not learned from."""
     max_positive_samples: int = 1
-    """Right documents of a row in a step, each with negatives of its own. Where a row has more, some are drawn."""
+    """Right documents per row and step, each with its own negatives. If a row has more, some are drawn."""
     max_negative_samples: int = 7
-    """Wrong documents beside each right one, likewise."""
+    """Wrong documents per right document. If a row has more, some are drawn."""
     generative_reranker_positive_token: str = "yes"
     """The token that says that a document fits."""
     generative_reranker_negative_token: str = "no"
-    """The token that says that it does not."""
+    """The token that says that a document does not fit."""
     instruction: str | None = None
-    """What a generative_reranker is to look for, where rows have no system message. null: Qwen3-Reranker's words."""
+    """The task of a generative_reranker, for rows without a system message. null: Qwen3-Reranker's words."""
     use_chat_template: bool | None = None
-    """Of reranker: the query is a turn of the user, the document of the assistant. false: a pair of texts, as the
-    tokenizer joins them. null: false for encoders and without a template, otherwise true."""
+    """For reranker: the query is a turn of the user, the document a turn of the assistant. false: a pair of texts,
+    as the
+    tokenizer joins them. null: false for encoders and without a template, else true."""
     max_length: int | None = 1024
     """Tokens of a query with a document. Rows with a longer one are dropped."""
     packing: bool = False
-    """Batch sizes count packs in the place of queries: a pack is queries of max_length tokens together at most. They
+    """Batch sizes count packs instead of queries: a pack has queries of at most max_length tokens. They
     pass through the model without padding, as with padding_free."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""

@@ -61,7 +61,7 @@ class PairEncoder:
     def pair(self, query: Any, document: Any, has_system: bool) -> list[int]:
         """Both texts as the tokenizer joins them."""
         if has_system or not isinstance(query, str) or not isinstance(document, str):
-            raise ValueError("use_chat_template: false reads texts alone. Take out the system message and pictures")
+            raise ValueError("use_chat_template: false reads only texts. Take out the system message and pictures")
         return list(self.tokenizer(query, document)["input_ids"])
 
     def question(self, system: list[dict[str, Any]], query: Any, document: Any) -> list[dict[str, Any]]:

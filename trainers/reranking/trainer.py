@@ -221,6 +221,6 @@ def check_reranker(config: RerankingConfig, found: Any) -> None:
         )
     if getattr(found, "type_vocab_size", 0) > 1:
         raise ConfigError(
-            f"model: {config.model!r} ({found.model_type}) tells query and document apart by token types, which are "
+            f"model: {config.model!r} ({found.model_type}) distinguishes query and document by token types, which are "
             "not given here. Take an encoder without them, such as ModernBERT or XLM-RoBERTa."
         )

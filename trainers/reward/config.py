@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from trainers.configuration.roles import TRAIN
-from trainers.configuration.shared import TrainConfig, at_least, unread
+from trainers.configuration.shared import TrainConfig, unread
+from trainers.configuration.values import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class RewardConfig(TrainConfig):
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     packing: bool = False
-    """Batch sizes count packs in the place of pairs: a pack is pairs of max_length tokens together at most. Its
+    """Batch sizes count packs instead of pairs: a pack has pairs of at most max_length tokens. Its
     sequences pass through the model without padding, as with padding_free."""
     center_rewards_coefficient: float | None = None
     """Weight of a term that holds the mean reward near 0 (arXiv 2312.09244). null: none."""

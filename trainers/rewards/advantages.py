@@ -243,14 +243,14 @@ def reward_table(rewards_BK: Any, num_generations: int) -> np.ndarray:
     if num_generations < 1 or len(table) % num_generations:
         raise ValueError(
             f"{len(table)} completions do not fill groups of num_generations={num_generations}: "
-            "pass the rewards of whole groups, the completions of a prompt next to each other"
+            "pass the rewards of whole groups, with the completions of a prompt side by side"
         )
     infinite = np.argwhere(np.isinf(table))
     if len(infinite):
         row, function = infinite[0]
         raise ValueError(
-            f"reward function {function} gave {table[row, function]} for completion {row}: an infinite reward has no "
-            "advantage; return a finite number, or None to leave the completion unscored"
+            f"reward function {function} gave {table[row, function]} for completion {row}: return a finite "
+            "number, or None for no reward"
         )
     return table
 
@@ -294,7 +294,7 @@ def penalised(sums_B: np.ndarray, penalties_B: np.ndarray | None) -> np.ndarray:
     if penalties_B is None:
         return sums_B
     if np.shape(penalties_B) != sums_B.shape:
-        raise ValueError(f"penalties_B must hold one value a completion ({len(sums_B)}), got {np.shape(penalties_B)}")
+        raise ValueError(f"penalties_B must hold one value per completion ({len(sums_B)}), got {np.shape(penalties_B)}")
     penalised_B: np.ndarray = sums_B - penalties_B
     return penalised_B
 

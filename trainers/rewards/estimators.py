@@ -204,8 +204,8 @@ def maxrl(batch: RewardBatch) -> Advantages:
     """
     if (batch.sums_PG < 0).any():
         raise ValueError(
-            f"advantage_estimator=maxrl divides by the mean reward and got one of {np.nanmin(batch.sums_PG):g}: it is "
-            "meant for rewards of 0 and 1, and none may be negative"
+            f"advantage_estimator=maxrl divides by the mean reward and got one of {np.nanmin(batch.sums_PG):g}: "
+            "it needs rewards of 0 and 1"
         )
     mean_P1 = known_mean(batch.sums_PG, axis=1)
     advantages_PG: np.ndarray = (batch.sums_PG - mean_P1) / np.where(mean_P1 > 0, mean_P1, np.inf)

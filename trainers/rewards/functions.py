@@ -189,7 +189,7 @@ def _checked(values: Any, name: str, length: int) -> list[float]:
     if len(values) != length:
         raise ValueError(
             f"reward function {name!r} returned {len(values)} rewards for {length} completions: "
-            f"it must return one a completion, None where it has none"
+            f"it must return one per completion, None where it has none"
         )
     return [_number(value, name, row) for row, value in enumerate(values)]
 

@@ -82,7 +82,7 @@ class RewardModel:
         Raises ValueError naming the row whose score is not finite, and for pictures that the model does not see.
         """
         if images is not None and any(images) and self.vision is None:
-            raise ValueError(f"reward model {self.__name__!r} reads texts alone, and the prompts have pictures")
+            raise ValueError(f"reward model {self.__name__!r} reads only texts, and the prompts have pictures")
         pictures = [()] * len(prompts) if images is None else images
         sequences = [torch.tensor(self._ids(*row)) for row in zip(prompts, completions, pictures, strict=True)]
         scores: list[float] = []

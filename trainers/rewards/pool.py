@@ -74,8 +74,9 @@ class RewardPool:
             functions = pickle.dumps(list(reward_funcs))
         except Exception as error:  # of any type, by what is pickled
             raise ConfigError(
-                f"reward_processes: a function of reward_funcs cannot be sent to other processes ({error}). Define it "
-                "at the top of a module and name it as module:function, or register it in a file of external_plugins."
+                f"reward_processes: a function of reward_funcs cannot be sent to other processes ({error}). "
+                "Define it at the top of a module and name it module:function. Or register it in a file of "
+                "external_plugins."
             ) from error
         self.settings = pickle.dumps((list(map(str, external_plugins)), functions))
         self.num_rewards, self.num_processes, self.limit_s = len(reward_funcs), num_processes, limit_s
@@ -124,7 +125,7 @@ class RewardPool:
             processes = [] if self.executor is None else processes_of(self.executor)
             self.close()  # the executor has told the others to end
             raise RuntimeError(
-                f"a process that runs reward functions has died ({_ends(processes)}); what it wrote stands above. "
+                f"a process that runs reward functions has died ({_ends(processes)}); its output is above. "
                 "Killed by signal 9, it mostly had no memory left: fewer reward_processes. A script that trains "
                 "without `if __name__ == '__main__':` around it cannot start processes."
             ) from error

@@ -109,7 +109,7 @@ def resolve_environment(spec: Any) -> Callable[[], Environment]:
         raise ValueError(f"environment {name!r} cannot be built with {arguments or 'no arguments'}: {error}") from None
     for method in ("reset", "step"):
         if inspect.isclass(target) and not callable(getattr(target, method, None)):
-            raise ValueError(f"environment {name!r} has no method {method}; see environments.py for what it needs")
+            raise ValueError(f"environment {name!r} has no method {method}; environments.py lists the methods")
     return functools.partial(target, **arguments)
 
 

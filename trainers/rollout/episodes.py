@@ -493,7 +493,7 @@ def _seen(messages: Sequence[Message], images: ImageReader | None) -> tuple[Sequ
     if not any(num_pictures(message, marks=False) for message in messages):
         return messages, ()
     if images is None:
-        raise ValueError("an environment answers with an image, and a model of this run reads texts alone")
+        raise ValueError("an environment answers with an image, and a model of this run reads only texts")
     row, pictures = images.placed({"prompt": list(messages)})
     return row["prompt"], pictures
 

@@ -311,7 +311,7 @@ class ScheduledEpisode:
         return None if self.request.messages == before else Opening(deepcopy(self.request.messages))
 
     def step(self, text: str) -> Reply:
-        raise TypeError("a scheduler is told of the tokens of a turn: call step_turn")
+        raise TypeError("a scheduler sees the tokens of a turn: call step_turn")
 
     async def step_turn(self, text: str, turn: Any) -> Reply:
         """The reply to a ``Turn``, whose text is ``text``."""
@@ -347,7 +347,7 @@ class ScheduledEpisode:
         if self.request.messages[len(before) - 1] != before[-1] and not has_ids:
             raise ValueError(
                 f"{self.name}.step changed the text of the model's turn and gave no response_token_ids: what was "
-                "sampled is not tokenized again. Give them, with response_loss_mask 0 on those of your own."
+                "sampled is not tokenized again. Give them, with response_loss_mask 0 on your own tokens."
             )
         return Reply(
             added,
@@ -363,14 +363,14 @@ class ScheduledEpisode:
         self.infos |= {**(infos or {}), "num_turns": self.num_turns}
         pictures = [name for name in IMAGES if self.infos.get(name)]
         if pictures:
-            raise ValueError(f"{self.name}: rollout_infos has {pictures[0]}; models of texts alone are trained")
+            raise ValueError(f"{self.name}: rollout_infos has {pictures[0]}; only models of texts are trained")
         new = (infos or {}).get("total_reward")
         return None if new is None else float(new) - float(old or 0.0)
 
     def _refuse_images(self) -> None:
         if any(getattr(self.request, name, None) for name in IMAGES):
             raise ValueError(
-                f"{self.name} put images, videos or audios into a request; models of texts alone are trained"
+                f"{self.name} put images, videos or audios into a request; only models of texts are trained"
             )
 
     def _added(self, before: Sequence[Message]) -> list[Message]:

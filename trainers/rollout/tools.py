@@ -87,6 +87,7 @@ def schemas(tools: Mapping[str, Callable[..., Any]]) -> list[dict[str, Any]]:
             found.append(get_json_schema(function))
         except Exception as error:
             raise ValueError(
-                f"tool {name!r} cannot be told to a model: {error}. Give it types and a docstring with an Args section."
+                f"tool {name!r} cannot be described to a model: {error}. Give it types and a docstring with an "
+                "Args section."
             ) from error
     return found

@@ -1,7 +1,7 @@
 """A run whose workers died goes on by itself: ``resume_on_failure``.
 
     going_on(config, start)      start(config), and again from the newest checkpoint while resumes are left
-    how_to_continue()            the advice of a run that ended early
+    resume_asked(config)         from which checkpoint a run is to continue
 
 All workers are ended first and then started anew, so that the run goes on as a new command with
 ``resume_from_checkpoint`` would, equal to one that never failed to the last bit.
@@ -22,15 +22,14 @@ from trainers.checkpoint import ages, newest
 FAILURES = (WorkerDiedError, DeadlineError)
 is_going_on: ContextVar[bool] = ContextVar("is_going_on", default=False)  # whether ``going_on`` runs the trainer
 builds_model: ContextVar[str | None] = ContextVar("builds_model", default=None)  # of a plugin, which may train it
+resumes_too: ContextVar[bool] = ContextVar("resumes_too", default=False)  # runs that build the model, as the command's
+CONTINUE = "To go on, run the same command with --resume_from_checkpoint auto"
 logger = logging.getLogger(__name__)
 
 
-def how_to_continue() -> str:
-    """What to do after a run that ended early and left a checkpoint. A run inside a plugin has no command."""
-    name = builds_model.get()
-    if name is None:
-        return "To go on, run the same command with --resume_from_checkpoint auto"
-    return f"This run builds model {name!r} of a plugin. The same command begins it at step 0"
+def resume_asked(config: Any) -> Any:
+    """``resume_from_checkpoint`` of a run; ``auto`` for one inside a plugin whose building is continued."""
+    return config.resume_from_checkpoint or ("auto" if resumes_too.get() else None)
 
 
 def going_on(config: Any, start: Callable[[Any], dict[str, float]]) -> dict[str, float]:

@@ -34,7 +34,7 @@ from trainers.run.going_on import builds_model
 
 PARTS_OF_VISION = {"vit": "the vision tower", "aligner": "the aligner", "llm": "the language model"}
 MOST_LINES = 15
-TOWERS = ("vision_config", "audio_config")
+TOWERS = ("vision_config", "audio_config", "thinker_config")
 MOST_CHARACTERS = 200  # of a line
 # what the order of a run's data counts
 ROWS = {name: name.removeprefix("num_") for name in ("num_rows", "rows", "sequences", "pairs", "completions")}

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 
 from rayhelper import ConfigError, RayHelper
 from rayhelper.runtimes.announced import where_all_are
+from rayhelper.timeline.steps import mark_step
 from trainers.checkpoint import (
     STATE_FILE,
     begin,
@@ -43,9 +44,9 @@ from trainers.run import origin
 from trainers.run.bad_steps import BAD_STEPS, BadSteps
 from trainers.run.best import Best
 from trainers.run.folder_lock import FolderLock, held
-from trainers.run.going_on import builds_model, how_to_continue, is_going_on
+from trainers.run.going_on import CONTINUE, builds_model, is_going_on, resume_asked
 from trainers.run.header import header, start_lines, trainer_name
-from trainers.run.stopping import EXIT_CODE, StepGivenUp, Stop, Stopped, StopSignals
+from trainers.run.stopping import ASKED_S, EXIT_CODE, StepGivenUp, Stop, Stopped, StopSignals
 from trainers.run.throughput import WORK, throughput
 from trainers.run.timing import Stopwatch, step_times
 from trainers.run.trackers import Trackers
@@ -153,7 +154,7 @@ class Run:
             )
         self.lock = self.open.enter_context(held(self.output_dir))
         unchecked = config.resume_without_manifest
-        for note in chosen(config.resume_from_checkpoint, self.output_dir, without_manifest=unchecked).notes:
+        for note in chosen(resume_asked(config), self.output_dir, without_manifest=unchecked).notes:
             logger.warning(note)
         save_config(config, self.output_dir)
         origin.begin(
@@ -192,7 +193,7 @@ class Run:
         """Writes down how the run ended, and the page that shows it. Process 0 calls it."""
         how = "finished" if error is None else f"ended by {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if error is not None and self.signals.watch.has_given_up:
-            how = "stopped in a step that did not end, and not saved"
+            how = "stopped in a step or in saving that did not end, and not saved"
         elif isinstance(error, Stopped):
             how = "stopped early, and saved"
         elif isinstance(error, KeyboardInterrupt):
@@ -217,12 +218,13 @@ class Run:
         saved = checkpoints(self.output_dir)
         if not saved:
             return ""
-        return f"saved before: {saved[-1]}. {how_to_continue()}"
+        return f"saved before: {saved[-1]}. {CONTINUE}"
 
-    def _where_it_is(self) -> str:
-        """The stacks of all ranks, and the checkpoint to go on from. Any thread may call it."""
-        if self.trackers is None:  # process 0 tells
-            return ""
+    def _where_it_is(self) -> str | None:
+        """The stacks of all ranks, and the checkpoint to go on from; None: process 0 tells. Any thread may call it."""
+        if self.trackers is None:
+            time.sleep(ASKED_S)  # process 0 asks this process where it is
+            return None
         saved = self._saved_before() or "nothing is saved. save_steps: N saves a checkpoint every N steps"
         return f"{where_all_are()}\nstopped after step {self.step} of {self.num_steps}; {saved}"
 
@@ -246,7 +248,7 @@ class Run:
 
         Raises:
             Stopped: a signal or ``save_before_s`` asked the run to end early; it is saved.
-            StepGivenUp: SIGTERM came, and the step did not end in time.
+            StepGivenUp: SIGTERM came, and the step or the checkpoint did not end in time.
         """
         config = self.config
         self.resume(trainer.load)
@@ -273,7 +275,8 @@ class Run:
                 "early_stop_interval: the run ends after step %d, %s", self.step, self.best.told(self.output_dir)
             )
         if config.evaluates and self.evaluated_step != self.step:
-            self.evaluate(trainer.evaluate)
+            with self.signals.watch.step():
+                self.evaluate(trainer.evaluate)
         if config.load_best_model_at_end:
             self.load_best(trainer.load)
 
@@ -288,11 +291,12 @@ class Run:
 
     def end_early(self, stop: Stop) -> NoReturn:
         """Says how to go on from the checkpoint that has just been saved. Raises Stopped."""
-        self.wait_until_written()
+        with self.signals.watch.saving():
+            self.wait_until_written()
         if self.trackers is not None:
             self.trackers.console.write(
                 f"stopped by {stop.reason} after step {self.step} of {self.num_steps}; saved "
-                f"{checkpoint_folder(self.output_dir, self.step)}. {how_to_continue()}"
+                f"{checkpoint_folder(self.output_dir, self.step)}. {CONTINUE}"
             )
         raise Stopped(stop.code)
 
@@ -304,7 +308,7 @@ class Run:
             if size is not None:
                 logger.info("a step learns from %d sequences, as before, however many workers there are", size)
             try:
-                with self.stopwatch.stopped():
+                with self.stopwatch.stopped(), self.signals.watch.loading():
                     load(self.checkpoint)
             except Exception as error:
                 error.add_note(
@@ -329,6 +333,7 @@ class Run:
         num_epochs = int(epoch) if num_epochs is None else num_epochs
         self.has_ended_epoch |= self.num_epochs is not None and num_epochs > self.num_epochs
         self.num_epochs = num_epochs
+        mark_step(self.step, self.stopwatch.begun_ns)
         seconds = self.stopwatch.lap()
         times = step_times(seconds)
         numbers = {name: value for name, value in metrics.values().items() if name not in WORK}
@@ -440,9 +445,10 @@ class Run:
         folder = self.output_dir / self.best.checkpoint
         if folder == checkpoint_folder(self.output_dir, self.step):
             return
-        self.wait_until_written()
+        with self.signals.watch.saving():
+            self.wait_until_written()
         logger.info("load_best_model_at_end: the final model is that of %s", folder)
-        with self.stopwatch.stopped():
+        with self.stopwatch.stopped(), self.signals.watch.loading():
             load(folder)
 
     def write(self, folder: Path, save: SaveFunction, tokenizer: Any, state: Mapping[str, Any] | None) -> None:
@@ -450,15 +456,16 @@ class Run:
 
         Workers may go on writing while training does; the next folder waits for them.
         """
-        self.wait_until_written()
-        unfinished = self.begin(folder)
-        try:
-            save(unfinished)
-            self.complete(folder, unfinished, tokenizer, state)
-        except BaseException:
-            if self.trackers is not None:
-                discard(folder)
-            raise
+        with self.signals.watch.saving():
+            self.wait_until_written()
+            unfinished = self.begin(folder)
+            try:
+                save(unfinished)
+                self.complete(folder, unfinished, tokenizer, state)
+            except BaseException:
+                if self.trackers is not None:
+                    discard(folder)
+                raise
 
     @RayHelper.function(group="driver", execute="first")
     def begin(self, folder: Path) -> Path:
@@ -512,8 +519,9 @@ class Run:
     def finish(self, export: SaveFunction, tokenizer: Any) -> dict[str, float]:
         """Writes the trained model to ``output_dir/final`` and says what evaluation found before and after."""
         folder = self.final
-        self.write(folder, export, tokenizer, None)
-        self.wait_until_written()
+        with self.signals.watch.saving():
+            self.write(folder, export, tokenizer, None)
+            self.wait_until_written()
         if self.trackers is not None:
             for line in before_and_after(self.first_evaluation, self.last_evaluation):
                 self.trackers.console.write(line)
@@ -551,7 +559,7 @@ def resumed_state(config: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
     Raises:
         ConfigError: a named folder that is no checkpoint, or a damaged one; another run has ``output_dir``.
     """
-    folder, resume = Path(config.output_dir), config.resume_from_checkpoint
+    folder, resume = Path(config.output_dir), resume_asked(config)
     if not resume:
         return None, {}
     # what another run is writing there must not be put right
@@ -576,7 +584,7 @@ def _check_same_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], 
     if changed:
         raise ConfigError(
             f"resume_from_checkpoint: {checkpoint} brings an optimizer, a schedule and a model of its own, and other "
-            f"keys were given ({'; '.join(changed)}). Change that back, or start anew from the exported model."
+            f"keys were given ({'; '.join(changed)}). Change that back, or start a new run from the exported model."
         )
 
 
@@ -586,7 +594,8 @@ def _check_same_order(saved: Mapping[str, Any], order: Mapping[str, Any], checkp
     ]
     if changed:
         raise ConfigError(
-            f"resume_from_checkpoint: {checkpoint} belongs to a run that went through the data otherwise "
-            f"({'; '.join(changed)}), so that rows would be repeated or left out. Change that back (global_batch_size "
-            "sets the sequences of a step for any number of workers), or start anew from the checkpoint as model."
+            f"resume_from_checkpoint: {checkpoint} belongs to a run that read the data in another order "
+            f"({'; '.join(changed)}), so that rows would be repeated or left out. Change that back, or start a "
+            "new run from the checkpoint as model. global_batch_size keeps the sequences of a step for any number "
+            "of workers."
         )

@@ -1,7 +1,7 @@
 """What asks a run to end before its last step: signals, and a limit of time.
 
     SIGTERM, SIGUSR1, SIGHUP     finish the step, save, say how to go on, exit with 143
-    SIGTERM in a step that hangs the step is given up: say where it hangs and how to go on, exit with 143
+    SIGTERM and a hang           the step or the checkpoint is given up: say where and how to go on, exit with 143
     SIGINT                       the same with ``save_on_interrupt``, exit with 130; the next one interrupts
     save_before_s                the same, exit with 0
 
@@ -23,8 +23,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 EXIT_CODE = 128 + signal.SIGTERM  # after each of SIGNALS, so that a scheduler looks for one code
 SAME_INTERRUPT_S = 3.0  # a terminal and torchrun's launcher both pass one Ctrl-C on
 STOP_GRACE_S = 20.0  # for a step, after SIGTERM; SLURM and Kubernetes send SIGKILL after 30 s
+SAVE_GRACE_S = 60.0  # for saving: half a checkpoint is worth nothing
+FIRST_SAVE_GRACE_S = 1800.0  # while nothing shows how long saving takes
 STEP_LOOK_S = 0.2
-UNWIND_S = 5.0  # from a step that was given up to the end of the run
+ASKED_S = 2.5  # within which process 0 of torchrun asks the others where they are
+UNWIND_S = 8.0  # from what was given up to the end of the run; on process 0 the others end meanwhile, which frees it
 LAUNCHER_LOOK_S = 1.0
 LAUNCHER_GRACE_S = 120.0  # for a step and a checkpoint, once the launcher is gone
 
@@ -34,11 +37,14 @@ class Stopped(SystemExit):
 
 
 class StepGivenUp(Stopped):
-    """A run ended in a step that did not end in time after SIGTERM. Nothing was saved since the last checkpoint."""
+    """A run ended in a step, or in saving, that did not end in time after SIGTERM.
+
+    Nothing was saved since the last checkpoint.
+    """
 
 
 class GivenUp(KeyboardInterrupt):
-    """Raised inside a step that is given up: as Ctrl-C, it passes through what runs there."""
+    """Raised inside a step, or saving, that is given up: as Ctrl-C, it passes through what runs there."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +59,12 @@ class StopSignals:
     """Inside, signals of ``SIGNALS`` are noted and do nothing else; ``noted`` is the first that came, or None.
 
     One that was ignored before, as SIGHUP is under nohup, still is. Outside of the main thread nothing is noted.
-    A step that does not end in time after SIGTERM is given up, see ``StepWatch``: GivenUp is raised where it is.
+    What does not end in time after SIGTERM is given up, see ``StepWatch``: GivenUp is raised where it is. Forked
+    children end by these signals.
     """
 
     def __init__(
-        self, *, with_interrupt: bool, grace_s: float | None = None, where: Callable[[], str] = lambda: ""
+        self, *, with_interrupt: bool, grace_s: float | None = None, where: Callable[[], str | None] = lambda: ""
     ) -> None:
         self.signals = (*SIGNALS, signal.SIGINT) if with_interrupt else SIGNALS
         self.noted: signal.Signals | None = None
@@ -99,41 +106,71 @@ class StopSignals:
         return Stop(self.noted.name, 128 + self.noted if self.noted == signal.SIGINT else EXIT_CODE)
 
 
-class StepWatch:
-    """A thread that gives a step up if the step does not end within ``grace_s`` seconds after SIGTERM.
+@dataclass
+class Work:
+    """One kind of what a run does, and how long it may take after SIGTERM."""
 
-    ``grace_s`` None: STOP_GRACE_S, or twice the longest step so far if that is longer. The thread writes ``where()``
-    to stderr and ends the step by a second SIGTERM. If the run has not ended ``UNWIND_S`` later, it ends the process.
-    The interpreter itself writes the numbers of signals into a pipe, so that the thread hears of one while native code
-    keeps the main thread, as a collective does.
+    name: str  # as messages say it
+    grace_s: float  # at least
+    first_s: float  # while none has ended
+    longest_s: float | None = None  # None: none has ended
+
+    @property
+    def limit_s(self) -> float:
+        """Twice the time of the longest so far, or ``grace_s`` if that is longer."""
+        return self.first_s if self.longest_s is None else max(self.grace_s, 2 * self.longest_s)
+
+
+class StepWatch:
+    """A thread that gives a step up if the step does not end in time after SIGTERM; saving and loading likewise.
+
+    ``grace_s`` bounds a step, and loading. None: STOP_GRACE_S, or twice the longest step so far if that is longer.
+    Saving has at least SAVE_GRACE_S, and FIRST_SAVE_GRACE_S while nothing was saved. The thread writes ``where()`` to
+    stderr (None: another process tells) and raises by a second SIGTERM. If the run has not ended ``UNWIND_S`` later, it
+    ends the process. The interpreter itself writes the numbers of signals into a pipe, so that the thread hears of one
+    while native code keeps the main thread, as a collective does.
     """
 
     pipe = -1  # of the thread that runs, for forked children
 
-    def __init__(self, grace_s: float | None, where: Callable[[], str]) -> None:
+    def __init__(self, grace_s: float | None, where: Callable[[], str | None]) -> None:
         self.grace_s, self.where = grace_s, where
-        self.longest_s = 0.0
-        self.began: float | None = None  # of the step that runs
-        self.asked_at: float | None = None
+        self.steps = Work("the step", STOP_GRACE_S, STOP_GRACE_S)
+        self.savings = Work("saving", SAVE_GRACE_S, FIRST_SAVE_GRACE_S)
+        self.loadings = Work("loading", SAVE_GRACE_S, SAVE_GRACE_S)
+        self.running: tuple[Work, float] | None = None  # and when it began
         self.has_given_up = False
         self.over = threading.Event()
         self.thread: threading.Thread | None = None
 
-    @property
-    def limit_s(self) -> float:
-        """Seconds that a step has after SIGTERM."""
-        return max(STOP_GRACE_S, 2 * self.longest_s) if self.grace_s is None else self.grace_s
+    def limit_s(self, work: Work) -> float:
+        """Seconds that the work has after SIGTERM."""
+        if self.grace_s is None:
+            return work.limit_s
+        return max(self.grace_s, work.limit_s) if work is self.savings else self.grace_s
+
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, a step runs, or an evaluation."""
+        return self._runs(self.steps)
+
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, a checkpoint is written, or the model at the end."""
+        return self._runs(self.savings)
+
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, a checkpoint is read, so that nothing is lost if that is given up."""
+        return self._runs(self.loadings)
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Inside, a step runs, or an evaluation."""
+    def _runs(self, work: Work) -> Iterator[None]:
         self._listen()
-        self.began = began = time.monotonic()
+        outer, began = self.running, time.monotonic()
+        self.running = work, began
         try:
             yield
         finally:
-            self.began = None
-        self.longest_s = max(self.longest_s, time.monotonic() - began)
+            self.running = outer
+        work.longest_s = max(work.longest_s or 0.0, time.monotonic() - began)
 
     def start(self) -> None:
         """Starts the thread. The main thread calls it."""
@@ -175,32 +212,45 @@ class StepWatch:
             if self.over.is_set():
                 return
         asked_at = time.monotonic()
-        while not self.over.wait(STEP_LOOK_S):
-            began = self.began
-            if began is not None and time.monotonic() - max(began, asked_at) >= self.limit_s:
-                self._give_up()
-                return
+        while not self.over.wait(STEP_LOOK_S) and not self.has_given_up:
+            running = self.running
+            if running is None:
+                continue
+            work, began = running
+            if time.monotonic() - max(began, asked_at) >= self.limit_s(work):
+                self._give_up(running)
 
-    def _give_up(self) -> None:
-        told = f"\nSIGTERM: the step did not end within {self.limit_s:g} s (stop_grace_s) and is given up\n"
-        told += f"{self.where()}\n"
-        if self.over.is_set() or self.began is None:  # it has ended meanwhile
+    def _give_up(self, running: tuple[Work, float]) -> None:
+        work, _ = running
+        rule = "" if work is self.savings else " (stop_grace_s)"
+        where = self.where()
+        if self.over.is_set() or self.running is not running:  # it has ended meanwhile
             return
         self.has_given_up = True
-        os.write(2, told.encode())
+        if where is not None:
+            told = f"\nSIGTERM: {work.name} did not end within {self.limit_s(work):g} s{rule} and is given up\n"
+            os.write(2, f"{told}{where}\n".encode())
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         if not self.over.wait(UNWIND_S):
             os._exit(EXIT_CODE)
 
 
+def _begin_as_child() -> None:
+    """A forked child ends by the signals that its parent notes, and writes none into its parent's pipe."""
+    _forget_pipe()
+    for one in (*SIGNALS, signal.SIGINT):
+        handler = signal.getsignal(one)
+        if handler is _end or isinstance(getattr(handler, "__self__", None), StopSignals):
+            signal.signal(one, signal.default_int_handler if one == signal.SIGINT else signal.SIG_DFL)
+
+
 def _forget_pipe() -> None:
-    """A forked child does not write its signals into its parent's pipe."""
     if StepWatch.pipe != -1 and (other := signal.set_wakeup_fd(-1)) != StepWatch.pipe:
         signal.set_wakeup_fd(other, warn_on_full_buffer=False)
     StepWatch.pipe = -1
 
 
-os.register_at_fork(after_in_child=_forget_pipe)
+os.register_at_fork(after_in_child=_begin_as_child)
 
 
 @contextlib.contextmanager

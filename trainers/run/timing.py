@@ -25,9 +25,12 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
         self.current: str | None = IDLE  # None: stopped
         self.since = clock()
+        self.begun_ns: int | None = None  # the time of day at which the first phase of this lap began
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Inside, time counts as ``name``, but for that in further phases; where the watch is stopped, nowhere."""
+        if self.current is not None:
+            self.begun_ns = self.begun_ns or time.time_ns()
         return self._within(None if self.current is None else name)
 
     def stopped(self) -> contextlib.AbstractContextManager[None]:
@@ -38,7 +41,7 @@ class Stopwatch:
         """Seconds since the last lap by phase, ``idle`` among them: they add up to all that counted."""
         self._turn_to(self.current)
         seconds = {IDLE: 0.0, **self.seconds}
-        self.seconds = {}
+        self.seconds, self.begun_ns = {}, None
         return seconds
 
     @contextlib.contextmanager

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 from rayhelper import ConfigError
 from trainers.configuration.completion import check_stop_token_ids
 from trainers.configuration.roles import Role
-from trainers.configuration.shared import RunConfig, at_least, check_seconds
-from trainers.configuration.values import is_there
+from trainers.configuration.shared import RunConfig
+from trainers.configuration.values import at_least, check_seconds, is_there
 
 OUTPUT_TYPES = (".jsonl", ".parquet")
 SEQUENCES_AT_ONCE = 256  # of vLLM, in a batch of rows: its own default of sequences that run together
@@ -52,12 +52,13 @@ class SamplingConfig(RunConfig):
 
     # Rows
     dataset_seed: int | None = None
-    """Of the order of rows. null: ``seed``."""
+    """The seed of the order of rows. null: ``seed``."""
     data_range: list[int] = field(default_factory=list)
-    """[shard, total]: take only this one, from 0, of so many near-equal shards of the rows; empty: take all."""
+    """[shard, total]: take only this shard (from 0) of the rows, which are divided into total near-equal shards.
+    Empty: take all."""
     num_sampling_batch_size: int | None = None
-    """Rows that travel together. null: 1, with client as many as keep ``max_concurrent_requests`` busy, with vllm as
-    many as have 256 candidates."""
+    """Rows that travel together. null: 1. With client: enough for ``max_concurrent_requests``. With vllm: enough
+    for 256 candidates."""
     num_sampling_batches: int | None = None
     """Batches of rows to take. null: all."""
 
@@ -72,20 +73,20 @@ class SamplingConfig(RunConfig):
     temperature: float = 1.0
     """Logits are divided by it. 0: greedy."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that hold this share of the probability. 1: from all."""
+    """Draw from the most probable tokens that hold this share of the probability. 1: from all."""
     top_k: int = 0
-    """Draw from so many of the likeliest tokens. 0: from all."""
+    """Draw only from this number of the most probable tokens. 0: from all."""
     max_completion_length: int = 2048
     """Tokens of a candidate, the stop token included."""
     stop_token_ids: list[int] = field(default_factory=list)
-    """hf and vllm: further tokens that end a candidate, beside the end-of-sequence tokens of model and tokenizer."""
+    """hf and vllm: further tokens that end a candidate, in addition to the end-of-sequence tokens."""
     max_prompt_length: int | None = None
     """Tokens; rows with a longer prompt fail."""
     rollout_batch_size: int | None = None
     """Candidates that hf completes at once. null: all of a row."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """hf: further fields of transformers' GenerationConfig. vllm: fields of vLLM's EngineArgs, such as
-    {tensor_parallel_size: 2}. client: further fields of a request, null takes one out."""
+    {tensor_parallel_size: 2}. client: further fields of a request. null removes a field."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: false}."""
     max_pixels: int | None = None
@@ -95,7 +96,7 @@ class SamplingConfig(RunConfig):
     image_urls: bool = False
     """hf and a vision model: download pictures of http addresses; false: rows with an address fail."""
     cache_files: list[str] = field(default_factory=list)
-    """Outputs of earlier runs: a row that has ``num_return_sequences`` completions there takes those."""
+    """Outputs of earlier runs: a row that has ``num_return_sequences`` completions there takes them."""
 
     # Server
     base_url: str = ""
@@ -113,7 +114,7 @@ class SamplingConfig(RunConfig):
     prm_model: Any = None
     """Process rewards: a reward function (as ``reward_funcs``), or the folder or name of a reward model."""
     orm_model: Any = None
-    """Outcome rewards, likewise; a candidate is correct if its reward is positive."""
+    """Outcome rewards, named in the same way. A candidate is correct if its reward is positive."""
     reward_batch_size: int = 64
     """Candidates that a reward model scores at once."""
     n_best_to_keep: int = 5
@@ -127,11 +128,11 @@ class SamplingConfig(RunConfig):
     output_file: str | None = None
     """A .jsonl or .parquet file in ``output_dir``. null: samples.jsonl, or samples-SHARD-of-TOTAL.jsonl."""
     resume: bool = False
-    """Go on with what an earlier run of this configuration left undone."""
+    """Continue an earlier run of this configuration that did not finish."""
     retry_failed: bool = False
-    """With ``resume``: take the rows that failed once more."""
+    """With ``resume``: try the rows again that failed."""
     override_exist_file: bool = False
-    """Begin anew where there is an output or an unfinished one."""
+    """Start over even if there is an output file, finished or not."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -203,9 +204,9 @@ def check_sampling(config: SamplingConfig) -> None:
     if config.output_path.suffix not in OUTPUT_TYPES:
         raise ConfigError(f"output_file must end in {' or '.join(OUTPUT_TYPES)}, got {config.output_file!r}")
     if config.resume and config.override_exist_file:
-        raise ConfigError("resume goes on with what is there and override_exist_file begins anew; set one of them")
+        raise ConfigError("resume continues the file and override_exist_file starts over; set one of them")
     if config.retry_failed and not config.resume:
-        raise ConfigError("retry_failed is for a run that goes on; set resume too")
+        raise ConfigError("retry_failed needs a run that resumes: set resume too")
 
 
 def _check_range(data_range: list[int]) -> None:
@@ -237,9 +238,10 @@ def _check_engine(config: SamplingConfig) -> None:
                 raise ConfigError(f"{name} is a key of its own; take it out of engine_kwargs, which are written down")
     elif config.base_url:
         raise ConfigError(f"base_url is for sampler_engine client; sampler_engine is {config.sampler_engine}")
-    if config.engine != "hf" and (config.max_pixels is not None or config.image_processor_kwargs or config.image_urls):
+    sees = config.max_pixels is not None or config.image_processor_kwargs or config.image_urls
+    if config.engine not in LOCAL and sees:
         raise ConfigError(
-            "max_pixels, image_processor_kwargs and image_urls are for sampler_engine hf; sampler_engine is "
+            "max_pixels, image_processor_kwargs and image_urls are for sampler_engine hf and vllm; sampler_engine is "
             f"{config.sampler_engine}. Other engines see no pictures. Remove them."
         )
     if config.engine == "vllm" and config.rollout_batch_size is not None:

@@ -115,7 +115,7 @@ class OpenAIClient:
         if unreachable is not None:
             raise ConnectionError(
                 f"{self.url} cannot be reached, {self.max_retries + 1} times: {self._hidden(problem)}. Is it up? "
-                "The rows so far are kept; resume: true goes on."
+                "The rows so far are kept; resume: true continues."
             ) from None
         return Reply(error=f"{problem} ({self.max_retries + 1} times)")
 

@@ -64,7 +64,7 @@ class Sampler:
             self.kind = ClientSampler(client, config)
         else:
             tokenizer = load_tokenizer(config, model)
-            images = image_reader(config, model, tokenizer) if config.engine == "hf" else None
+            images = image_reader(config, model, tokenizer)
             self.kind = LocalSampler(local_engine(config, model, tokenizer), tokenizer, config, images)
 
     @RayHelper.function(group="sampler", dispatch="slice", collect="flatten")
@@ -97,18 +97,20 @@ def local_engine(config: SamplingConfig, model: str, tokenizer: Any) -> Engine:
 
 def check_vllm(config: SamplingConfig, groups: DeviceGroups | None) -> None:
     """Raises ConfigError for a field that vLLM lacks, and for workers that cannot hold the model together."""
-    from trainers.rollout.vllm.settings import check_device, check_model_on_cpu, checked_engine_kwargs
+    from trainers.rollout.vllm.settings import check_model_on_cpu, checked_engine_kwargs
+    from trainers.rollout.vllm.vision.features import check_sees
 
     given = dict(config.engine_kwargs)
     size = given.pop("tensor_parallel_size", 1)
-    told = f"engine_kwargs: tensor_parallel_size={size}"
+    said = f"engine_kwargs: tensor_parallel_size={size}"
     if type(size) is not int or size < 1:
-        raise ConfigError(f"{told} is no number of workers")
+        raise ConfigError(f"{said} is no number of workers")
     checked_engine_kwargs(given, key="engine_kwargs")
-    check_model_fits(told, size, groups, "sampler")
+    check_model_fits(said, size, groups, "sampler")
+    check_sees(config.model, "sampler_engine", trust_remote_code=config.trust_remote_code)
     if is_on_cpu(groups, "sampler"):
-        check_device(True, dtype=resolve_dtype(config), sleep_level=0, lora_rank=0)
-        check_model_on_cpu(config.model, trust_remote_code=config.trust_remote_code)
+        told: dict[str, Any] = {"dtype": resolve_dtype(config), "trust_remote_code": config.trust_remote_code}
+        check_model_on_cpu(config.model, **told)
 
 
 def engine_settings(config: SamplingConfig, *, judges_beside: bool) -> tuple[dict[str, Any], int]:

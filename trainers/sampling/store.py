@@ -125,14 +125,14 @@ class Ledger:
         if changed:
             raise ConfigError(
                 f"resume: {self.path} belongs to a run under other keys ({'; '.join(changed)}). Change that back, "
-                "choose another output_file, or set override_exist_file to begin anew."
+                "choose another output_file, or set override_exist_file to start over."
             )
 
     def _check_same_row(self, entry: Entry, ids: Sequence[str]) -> None:
         if ids[entry["row"]] != entry["id"]:
             raise ConfigError(
                 f"resume: row {entry['row']} of the dataset is not the one that {self.path} was written for. Give "
-                "that dataset back, choose another output_file, or set override_exist_file to begin anew."
+                "that dataset back, choose another output_file, or set override_exist_file to start over."
             )
 
     def _lock(self) -> None:

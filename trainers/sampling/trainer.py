@@ -47,7 +47,7 @@ from trainers.run import origin
 from trainers.run.header import trainer_name
 from trainers.run.trackers import Trackers, check_known
 from trainers.sampling.candidates import Candidates, Questions, completion_of, judged
-from trainers.sampling.config import SamplingConfig
+from trainers.sampling.config import LOCAL, SamplingConfig
 from trainers.sampling.samplers import Sampler, check_vllm
 from trainers.sampling.scorers import CandidateScorer, OutcomeScorer, ProcessScorer, Rewards, scoring_function
 from trainers.sampling.store import Entry, Ledger, cached_answers, check_writable, row_id, write_output
@@ -103,8 +103,8 @@ class SamplingTrainer:
             for path in (config.output_path, config.ledger_path):
                 if path.exists():
                     raise ConfigError(
-                        f"output_file: {path} is there already. Set resume: true to go on with it, "
-                        "override_exist_file: true to begin anew, or another output_file."
+                        f"output_file: {path} is there already. Set resume: true to continue it, "
+                        "override_exist_file: true to start over, or another output_file."
                     )
         num_workers = 1 if groups is None else groups.group_of("sampler").num_workers
         if num_workers > config.rows_a_batch:
@@ -311,7 +311,7 @@ def seen_rows(config: SamplingConfig) -> ImageReader | None:
     """What reads the pictures of rows, if the sampler and every reward model see some. Models of plugins see none."""
     judges = {"prm": config.prm_model, "orm": config.orm_model}
     models = {f"{REWARD_MODEL} {role}": spec for role, spec in judges.items() if names_reward_model(spec)}
-    if config.engine != "hf" or {config.model, *models.values()} & {*MODELS}:
+    if config.engine not in LOCAL or {config.model, *models.values()} & {*MODELS}:
         return None
     return image_reader(config, config.model, load_tokenizer(config, config.model), models)
 

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
-from trainers.configuration.shared import TrainConfig, at_least, unread
+from trainers.configuration.shared import TrainConfig, unread
+from trainers.configuration.values import at_least
 from trainers.data.loss_scale import parsed
 from trainers.data.rows import PackingStrategy, TruncationMode
 from trainers.losses.types import SFTLossType
@@ -31,11 +32,11 @@ class SFTConfig(TrainConfig):
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     eos_token: str | None = None
-    """What ends plain texts and completions. null: the tokenizer's."""
+    """The token that ends plain texts and completions. null: the tokenizer's."""
     max_length: int | None = 1024
-    """Tokens a sequence (a row, when packing); longer ones are cut."""
+    """Tokens per sequence. With packing: per row. Longer sequences are cut."""
     truncation_mode: TruncationMode = "keep_start"
-    """keep_start or keep_end of a sequence that is too long, or drop it."""
+    """For a sequence that is too long: keep_start, keep_end, or drop."""
     packing: bool = False
     """Put several documents into each row of ``max_length`` tokens."""
     packing_strategy: PackingStrategy = "bfd"
@@ -45,11 +46,12 @@ class SFTConfig(TrainConfig):
     assistant_only_loss: bool = False
     """Learn only assistant turns; the chat template must mark them with {% generation %}."""
     loss_scale: str | None = None
-    """What is learned of conversations, in ms-swift's names. default: what the assistant wrote, and what ends it.
+    """Which tokens of conversations are learned, in ms-swift's names. default: the assistant's answers, with the
+    token that ends each.
     last_round: of that, what follows the last turn of a user; all. Each of these may follow after a +:
     ignore_empty_think, ignore_think_prefix, or a rule that weighs parts of answers, such as tool calls by 2. It is
-    hermes, react, qwen, agentflan or alpha_umi. The loss is sum(weight x nll) / number of learned tokens. A message may
-    say ``loss: true`` or ``loss: false`` of itself, or its own weight as ``loss_scale``. null: as the two keys above
+    hermes, react, qwen, agentflan or alpha_umi. The loss is sum(weight x nll) / number of learned tokens. A
+    message may have ``loss: true``, ``loss: false``, or its own weight as ``loss_scale``. null: as the two keys above
     say."""
     loss_type: SFTLossType = "nll"
     """nll: negative log-likelihood; dft: weighed by the token's probability (arXiv 2508.05629)."""
@@ -71,8 +73,8 @@ class SFTConfig(TrainConfig):
         joins = self.padding_free or (self.per_device_train_batch_size == 1 and self.token_budget is None)
         if self.neftune_noise_alpha and self.packing and self.packing_strategy != "wrapped" and not joins:
             raise ConfigError(
-                "neftune_noise_alpha: the length of what passes through the model says how large the noise is, and "
-                "elsewhere packed rows are joined there. Set padding_free: true, or per_device_train_batch_size: 1"
+                "neftune_noise_alpha: the noise depends on the length of an input, and other systems join packed "
+                "rows into one input. Set padding_free: true, or per_device_train_batch_size: 1"
             )
         at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size")
         try:
@@ -80,14 +82,12 @@ class SFTConfig(TrainConfig):
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if scale is not None and scale.base != "all" and self.completion_only_loss is False:
-            raise ConfigError(f"loss_scale {self.loss_scale} learns answers alone; remove completion_only_loss: false")
+            raise ConfigError(f"loss_scale {self.loss_scale} learns only answers; remove completion_only_loss: false")
         if scale is not None and scale.base == "all" and self.completion_only_loss:
             raise ConfigError("loss_scale all learns every token; remove completion_only_loss")
         at_least(self, 1, "shuffle_buffer_size")
         if self.streaming and self.max_steps <= 0:
-            raise ConfigError(
-                "streaming reads rows while the run goes on, so that nobody can count them: set max_steps."
-            )
+            raise ConfigError("streaming reads rows during the run, so their number is not known: set max_steps.")
         if self.streaming and self.split_dataset_ratio:
             raise ConfigError(
                 "split_dataset_ratio holds rows out, and a stream has no last row that is known: give eval_dataset."

@@ -1,4 +1,4 @@
-"""``python -m trainers translate``: other systems' commands and files, written in our keys.
+"""``rayhelper translate``: other systems' commands and files, written in our keys.
 
 command.py    the command line: what is read, what is written, what is told
 shell.py      scripts: variables, continued lines, arrays, arithmetic

@@ -1,4 +1,4 @@
-"""``python -m trainers translate FILE|-- COMMAND [--from SYSTEM] [--trainer NAME] > ours.yaml``
+"""``rayhelper translate FILE|-- COMMAND [--from SYSTEM] [--trainer NAME] > ours.yaml``
 
 Reads another system's command line, script or file, and prints ours. What has no equivalent stands at the end of the
 file and on stderr. A key that nobody knows, a variable that nothing sets and a value that is not built are mistakes:

@@ -99,8 +99,8 @@ def translate(theirs: Theirs, ours: Ours) -> None:
         if found := [key for key in keys if key in sections]:
             ours.refuse(
                 found[0],
-                f"this file is of ROLL's {pipeline} pipeline, and only RLVR is translated. Here that is python -m "
-                f"trainers {trainer}",
+                f"this file is of ROLL's {pipeline} pipeline, and only RLVR is translated. Here that is rayhelper "
+                f"{trainer}",
             )
             theirs.taken |= set(theirs.values)
             return
@@ -175,7 +175,7 @@ def _algorithm(theirs: Theirs, ours: Ours) -> None:
     means, deviations = theirs.take("norm_mean_type"), theirs.take("norm_std_type")
     theirs.taken |= {"whiten_advantages", "norm_mean_type", "norm_std_type"}
     if estimator == "gae":
-        ours.refuse("adv_estimator", "gae has a critic: python -m trainers ppo, whose keys docs/trainers/ppo.md has")
+        ours.refuse("adv_estimator", "gae has a critic: rayhelper ppo, whose keys docs/trainers/ppo.md has")
     elif estimator not in ESTIMATORS:
         ours.refuse("adv_estimator", f"{estimator} is not translated (known: {', '.join(ESTIMATORS)})")
     elif estimator == "reinforce" and (means, deviations) == ("group", "group") and not whitens:

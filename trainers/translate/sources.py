@@ -79,7 +79,7 @@ def _of_command(found: list[list[str]], name: str, system: str | None) -> Source
                 if "sft" in word:
                     raise ConfigError(
                         f"{name}: {word} is fine-tuning, and only {whose}'s RL is translated. Here "
-                        "that is python -m trainers sft (docs/trainers/sft.md)"
+                        "that is rayhelper sft (docs/trainers/sft.md)"
                     )
                 rest, left_out = _named(rest)
                 return Source(name, whose, keys=_overrides(_checked(rest, name)), left_out=left_out)
@@ -117,7 +117,8 @@ def _checked(words: list[str], name: str) -> list[str]:
             if is_set
             else "Set variables in the environment of this command. In a copy, replace each $(command) by its value"
         )
-        raise ConfigError(f"{name} uses what is known only while it runs. {advice}:\n  - " + "\n  - ".join(told))
+        found = "\n  - ".join(told)
+        raise ConfigError(f"{name} uses values that are known only while it runs. {advice}:\n  - {found}")
     return words
 
 
@@ -135,7 +136,7 @@ def _overrides(words: list[str]) -> dict[str, Any]:
             keys[{"-cn": "--config-name", "-cp": "--config-path"}.get(word, word)] = next(options, None)
         elif match is None:
             if word.startswith("~") or word.strip():
-                raise ConfigError(f"{word!r} is no key=value, and nobody here knows what it means")
+                raise ConfigError(f"{word!r} is not key=value, and has no known meaning")
         else:
             name = match[2] if match[1] != "--" else f"--{match[2]}"
             keys[name] = _value(match[3])

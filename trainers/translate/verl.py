@@ -43,7 +43,7 @@ def translate(theirs: Theirs, ours: Ours) -> None:
     if estimator not in ESTIMATORS:
         ours.refuse(
             "algorithm.adv_estimator",
-            f"{estimator} is not translated; GRPO's family is ({', '.join(ESTIMATORS)}). gae is python -m trainers "
+            f"{estimator} is not translated; GRPO's family is ({', '.join(ESTIMATORS)}). gae is rayhelper "
             "ppo, whose keys docs/trainers/ppo.md has",
         )
         theirs.taken |= theirs.values.keys()
@@ -426,7 +426,7 @@ def _backend(theirs: Theirs, ours: Ours) -> None:
     named = theirs.take("--config-name", "")
     if strategy == "megatron" or "megatron" in str(named) or theirs.below(f"{MEGATRON}.tensor_model_parallel_size"):
         if sees(theirs):
-            ours.refuse("data.image_key", "backend: megatron learns from texts alone. Write the strategy fsdp")
+            ours.refuse("data.image_key", "backend: megatron learns only from texts. Write the strategy fsdp")
         _megatron(theirs, ours)
         return
     if sees(theirs) or f"{ACTOR}.freeze_vision_tower" in theirs:
@@ -537,7 +537,7 @@ def _run(theirs: Theirs, ours: Ours) -> None:
         ours.without["data.val_files"] = "trainer.test_freq says that nothing is evaluated"
     ours.say("val_before_train", before, theirs, "trainer.val_before_train")
     if theirs.take("trainer.val_only"):
-        ours.refuse("trainer.val_only", "a run trains; python -m trainers sample completes alone")
+        ours.refuse("trainer.val_only", "a run trains; rayhelper sample only completes")
     keep = theirs.take("trainer.max_actor_ckpt_to_keep")
     if keep is not None:
         ours.say("save_total_limit", keep, theirs, "trainer.max_actor_ckpt_to_keep")

@@ -13,7 +13,7 @@ from trainers.translate.table import Ours
 def as_yaml(ours: Ours, source: str, system: str) -> Iterator[str]:
     """The lines of the file. What has no equivalent stands at its end."""
     yield f"# Translated from {system}: {source}"
-    yield f"# python -m trainers {ours.trainer} --config THIS_FILE"
+    yield f"# rayhelper {ours.trainer} --config THIS_FILE"
     for line in ours.lines:
         yield f"{line.key}: {flow(line.value)}  # {line.comment}"
     if ours.without:

@@ -279,8 +279,8 @@ def lineage_of_class(cls: type, modules: dict[str, ModuleSource] | None = None) 
             classes.append(ClassSource.read(_definition(module, base.__qualname__), module, base))
         except (OSError, TypeError, SyntaxError, LookupError) as error:
             raise RayHelperError(
-                f"the source of {base.__module__}.{base.__qualname__} cannot be read ({error}), and the check is about "
-                "what is written there. Define the class in a file."
+                f"the source of {base.__module__}.{base.__qualname__} cannot be read ({error}), and the check "
+                "reads the source. Define the class in a file."
             ) from error
     return Lineage(classes, frozenset(hooks), unread)
 

@@ -86,7 +86,7 @@ def probe(address: str) -> None:
             connection.sendall(_GREETING)
             greeted = _first_frame(connection, time.monotonic() + _PROBE_S)
         if os.environ.get("RAY_USE_TLS", "0") == "0" and greeted[3:4] != _SETTINGS:
-            raise ConnectionError("what answers there speaks another protocol than Ray")
+            raise ConnectionError("the program at this address does not speak Ray's protocol")
     except (OSError, OverflowError) as error:
         raise _nobody(address, error) from None
 
@@ -94,7 +94,7 @@ def probe(address: str) -> None:
 def _nobody(address: str, error: Exception) -> PlacementError:
     return PlacementError(
         f"no Ray cluster answers at ray_address {address!r} ({error}). Start one there with `ray start --head`, "
-        "correct ray_address (or RAY_ADDRESS), or leave it out to start a cluster on this machine."
+        "or correct ray_address (or RAY_ADDRESS). Without it, a cluster starts on this machine."
     )
 
 
@@ -237,7 +237,7 @@ def reserve(group: DeviceGroup, slots: tuple[Slot, ...], num_groups: int = 1) ->
     if not reserved.wait(_RESERVE_S):
         remove_placement_group(reserved)
         raise PlacementError(
-            f"group {group.name!r} asked for {len(slots)} x {asked}, and the cluster did not provide it "
-            f"within {_RESERVE_S:g} s: something else took the resources. Free: {ray.available_resources()}"
+            f"group {group.name!r} asked for {len(slots)} x {asked}, and the cluster did not provide it within "
+            f"{_RESERVE_S:g} s. Another program took the resources. Free: {ray.available_resources()}"
         )
     return reserved  # type: ignore[no-any-return]

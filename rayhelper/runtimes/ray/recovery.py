@@ -213,7 +213,7 @@ class Recovery:
         else:
             which = f"all {len(ranks)} workers, which share a process group, are"
         _log.warning(
-            "%s %s; %s constructed anew, %d calls run again, %d restarts left",
+            "%s %s; %s constructed again, %d calls run again, %d restarts left",
             self.crew.describe(rank),
             did,
             which,
@@ -252,7 +252,7 @@ class Recovery:
             remedy = " Give the group restarts: N to have workers replaced." if not crew.group.restarts else ""
             self.calls.dead = WorkerDiedError(f"{dead}{then}: {_cause(error)}{remedy}")
         else:
-            self.calls.dead = WorkerDiedError(f"{dead} and could not be constructed anew: {error}")
+            self.calls.dead = WorkerDiedError(f"{dead} and could not be constructed again: {error}")
         self.stop(item for call in self.calls for item in unfinished_ranks(call.refs))
         return self.calls.dead
 

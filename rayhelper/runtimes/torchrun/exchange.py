@@ -93,8 +93,8 @@ class Exchange:
         self.key = self.run_key.secret
         if not self.run_key.is_shared and rank == 0:
             logger.warning(
-                "this run has several nodes and no %s: doors between nodes stay shut, so that a late call shows the "
-                "stacks of its own node only, and values from other nodes are not authenticated. Set %s to the same "
+                "this run has several nodes and no %s: a late call shows only the stacks of its own node, and "
+                "values from other nodes are not authenticated. Set %s to the same "
                 "secret on every node.",
                 VARIABLE,
                 VARIABLE,
@@ -210,7 +210,7 @@ class Exchange:
     def _sizes(self, lane: Lane, length: int, timeout_s: float) -> tuple[list[int], float]:
         """How long the values of all processes are, and the seconds that are left.
 
-        A process that waits at a breakpoint takes part meanwhile: all begin anew then, and that time does not count.
+        A process that waits at a breakpoint takes part meanwhile: all start over then, and that time does not count.
         """
         import torch
 

@@ -324,7 +324,7 @@ class TorchrunRuntime:
             )
         if self.alone:
             raise RoleError(
-                f"{what} cannot be made by {self.alone}, which process 0 alone runs under torchrun: the others would "
+                f"{what} cannot be made by {self.alone}, which only process 0 runs under torchrun: the others would "
                 "not make it. Make it in the driver's code that calls the method."
             )
         if self.ended is not None:
@@ -402,6 +402,10 @@ class TorchrunWorker(WorkerRuntime):
         self.run_key = process.run_key
         self.times_joined = 0
 
+    def where_all_are(self) -> str:
+        """As ``TorchrunRuntime.where_all_are``."""
+        return self.process.where_all_are()
+
     def init_process_group(self, backend: str | None, timeout_s: float) -> None:
         import torch.distributed as dist
 
@@ -440,8 +444,8 @@ def members_of(group: DeviceGroup, num_processes: int) -> tuple[int, ...]:
         )
     if group.shares_devices_with is not None:
         raise ConfigError(
-            f"group {group.name!r} shares devices with {group.shares_devices_with!r}; torchrun starts one process a "
-            "rank. Host the roles of both in one group, or use Ray."
+            f"group {group.name!r} shares devices with {group.shares_devices_with!r}; torchrun starts one process "
+            "per rank. Host the roles of both in one group, or use Ray."
         )
     members = group.ranks if group.ranks is not None else tuple(range(group.num_workers))
     if members[-1] >= num_processes:

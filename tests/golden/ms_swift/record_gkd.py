@@ -1,4 +1,5 @@
-"""Writes gkd.json: ms-swift's own divergence on the teacher's likeliest tokens (its swift/rlhf_trainers/gkd_loss.py).
+"""Writes gkd.json: ms-swift's own divergence on the teacher's most probable tokens (its
+swift/rlhf_trainers/gkd_loss.py).
 
 pip install ms-swift==4.6.0 --no-deps --target FOLDER
 python -m tests.golden.ms_swift.record_gkd FOLDER > tests/golden/ms_swift/gkd.json

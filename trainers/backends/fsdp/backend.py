@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,55 +32,53 @@ from trainers.backends.fsdp.hf_model import (
     ModelHead,
     add_noise,
     build_model,
-    evaluating,
     load_named_weights,
     named_weights,
     read_weights,
     zero_dropout,
 )
+from trainers.backends.fsdp.one_worker.low_weights import LowWeights
+from trainers.backends.fsdp.one_worker.passes import passes_of
 from trainers.backends.fsdp.optimizer import OptimizerName, build_optimizer
 from trainers.backends.fsdp.resting_optimizer import RestingOptimizer
 from trainers.backends.fsdp.router import Balance
+from trainers.backends.fsdp.scoring import Scoring
 from trainers.backends.fsdp.sequence_attention import share_rows
 from trainers.backends.fsdp.sharding import (
-    accumulate_whole,
-    can_accumulate_whole,
     forget_step,
     full,
     layers_of,
     most_of_ranks,
     reshard,
     shard,
-    take_gradients,
     whole_weights,
 )
-from trainers.backends.fsdp.token_room import rooms_of
+from trainers.backends.fsdp.token_room import learning_tokens, rooms_of
 from trainers.backends.fsdp.tuners.adalora import ranks_of
 from trainers.backends.fsdp.tuners.adapters import (
     adapter_weights,
     add_adapter,
     load_adapter,
-    without_adapter,
 )
 from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.backends.offload import MEMORY, WEIGHTS, Offload
-from trainers.backends.random_state import random_state, read_random_state, set_random_state, unmoved
+from trainers.backends.random_state import random_state, read_random_state, set_random_state
 from trainers.backends.scores.head import room_of
-from trainers.backends.scores.inputs import ReadAt, in_order, micro_batches, model_inputs, targets_of_rows
+from trainers.backends.scores.inputs import ReadAt
 from trainers.backends.scores.pooled import Pooling, scorer_of
 from trainers.backends.scores.scorer import Scorer
 from trainers.backends.scores.token_loss import token_loss
-from trainers.backends.scores.top_logps import TopLogps
 from trainers.backends.segments import growing_segments, memory_settings
-from trainers.batch import Ragged, Sequences
 from trainers.losses.vocabulary import WHOLE
 from trainers.metrics import Metrics
 from trainers.run.throughput import add_memory, add_work, flops_of, peak_flops
 
 Sharding = Literal["full_shard", "no_shard"]
+logger = logging.getLogger(__name__)
+MANY = 20  # steps, in which compiled layers save as much time as it takes to compile them
 
 
-class FsdpBackend:
+class FsdpBackend(Scoring):
     """A model with a language or value head and, unless it only scores, its optimizer and schedule.
 
     Weights and optimizer states are float32; ``dtype='bfloat16'`` runs the forward pass in it. What is not trained, a
@@ -133,7 +132,7 @@ class FsdpBackend:
         reshard_after_forward: bool = True,
         offload_params: bool = False,
         optimizer_offload: bool = False,
-        torch_compile: bool = False,
+        torch_compile: bool | Literal["auto"] = False,
         activation_memory_budget: float = 1.0,
         logits_memory_gib: float | None = None,
         router_aux_loss_coef: float = 0.0,
@@ -142,6 +141,7 @@ class FsdpBackend:
         peak_tflops: float | None = None,
         neftune_noise_alpha: float | None = None,
         sequence_parallel_size: int = 1,
+        cuda_graphs: bool = True,
         seed: int = 42,
         model_init_kwargs: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
@@ -159,11 +159,10 @@ class FsdpBackend:
         self.peak_flops = peak_flops(self.device, peak_tflops)
         self.read_at: ReadAt = "predicting" if head == "lm" else values_at
         trains, lowers = learning_rate is not None, self.dtype != torch.float32
-        # FSDP keeps float32 weights and runs the layers in a lower dtype throughout, on a single worker too; autocast
-        # would leave all between the products in float32
-        shards = sharding == "full_shard" and (
-            self.world_size > 1 or (trains and lowers and lora is None and dist.is_initialized())
-        )
+        # FSDP keeps float32 weights and runs the layers in a lower dtype throughout, and so does ``LowWeights`` on a
+        # single worker; autocast would leave all between the products in float32
+        runs_low = sharding == "full_shard" and self.world_size == 1 and trains and lowers and lora is None
+        shards = sharding == "full_shard" and (self.world_size > 1 or (runs_low and offload_params))
         frozen = not trains or (lora is not None and not shards)  # FSDP wants one dtype for a layer and its adapter
         self.module: Any = build_model(
             model,
@@ -208,13 +207,11 @@ class FsdpBackend:
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if not trains:
             self.module.requires_grad_(False)
-        if torch_compile:
-            for layer in layers_of(self.module):
-                layer.compile()
         if self.vision is not None:
             self.vision.joins(self.scorer, trains=trains, shards=shards)
         self.forward: torch.nn.Module = self.scorer
-        self.casts = lowers
+        self.low = LowWeights(self.module, self.dtype) if runs_low and not shards else None
+        self.casts = lowers and self.low is None
         if shards:
             shard(
                 self.scorer,
@@ -232,8 +229,21 @@ class FsdpBackend:
             told = {"gradient_as_bucket_view": True, "find_unused_parameters": self.vision is not None}
             self.forward = DistributedDataParallel(self.scorer, device_ids=devices, **told)
         self.is_sharded = shards
-        is_one = shards and self.world_size == 1 and not offload_params
-        self.accumulates_whole = is_one and can_accumulate_whole(self.scorer)
+        captures = cuda_graphs and not (gradient_checkpointing or neftune_noise_alpha or optimizer_offload)
+        self.passes = passes_of(self.scorer, self.low) if captures else None
+        if self.passes is not None:
+            self.padding_free = True
+            if self.room is not None and (tokens := learning_tokens(self.module, self.device, self.dtype)):
+                self.token_budget, self.room = tokens, None
+        # decoding and passes that only score have other shapes, for each of which layers would be compiled
+        self.compiles_learning = torch_compile == "auto" and self.passes is not None and num_training_steps >= MANY
+        if self.passes is not None:
+            logger.info(
+                "cuda_graphs: true, torch_compile: %s", str(self.compiles_learning or torch_compile is True).lower()
+            )
+        if torch_compile is True or self.compiles_learning:
+            for layer in layers_of(self.module):
+                layer.compile()
         self.can_step = True  # no step failed in a way that would spoil the next
         self.is_reducing = False  # gradients are added up over ranks as they come
         self.offloaded = Offload()  # for an engine
@@ -266,99 +276,6 @@ class FsdpBackend:
         size = 1 if self.sharing is None else self.sharing.size
         return self.rank // size, self.world_size // size, self.rank % size == 0
 
-    # Scores
-
-    def token_logps(
-        self, sequences: Sequences, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True
-    ) -> Ragged:
-        """float32 log-probabilities of each row's targets under softmax(logits / temperature).
-
-        Any rank, alone too, unless weights lie in shards. Without dropout they are, bit for bit, those that ``step``
-        finds for the same micro-batches.
-        """
-        return self._each(sequences, micro_batch_size, lambda scores: scores[:1], 1, temperature, adapter)[0]
-
-    def token_scores(
-        self, sequences: Sequences, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True
-    ) -> tuple[Ragged, Ragged]:
-        """The log-probabilities of ``token_logps``, and the entropies at the same targets. As ``token_logps``."""
-        logps, entropies = self._each(sequences, micro_batch_size, lambda scores: scores[:2], 2, temperature, adapter)
-        return logps, entropies
-
-    def token_values(self, batch: Any, *, micro_batch_size: int, as_in_step: bool = False) -> Ragged:
-        """float32 values at each row's targets, of a value head: (N,), or (N, num_labels) if there are several.
-
-        As ``token_logps``. ``as_in_step``: with the dropout that the next ``step`` of the same batch will have.
-        """
-        with unmoved(self.device) if as_in_step else contextlib.nullcontext():
-            return self._each(batch, micro_batch_size, lambda values: values, 1, as_in_step=as_in_step)[0]
-
-    def top_logps(
-        self, sequences: Sequences, k: int, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True
-    ) -> tuple[Ragged, Ragged]:
-        """The k likeliest ids at each row's targets (values (N, k)) and their log-probabilities. As ``token_logps``."""
-        function = TopLogps(k, temperature)
-        logps, ids = self._each(
-            sequences, micro_batch_size, lambda scores: scores.further, 2, temperature, adapter, token_function=function
-        )
-        return Ragged(ids.values.astype(np.int64), ids.offsets), logps
-
-    @contextlib.contextmanager
-    def _without_adapter(self, without: bool) -> Iterator[None]:
-        """Inside, the adapter takes no part. Weights are sharded as it goes and comes back: what is gathered meanwhile
-        would stay without gradient, as layers do that are not sharded again after a forward pass."""
-        if not without or self.adapted is None:
-            yield
-            return
-        self._settle()
-        with without_adapter(self.adapted):
-            yield
-            self._settle()
-
-    @torch.no_grad()
-    def target_features(self, sequences: Sequences, *, adapter: bool = True) -> torch.Tensor:
-        """(N, H) what ``logits`` takes, of the targets of all rows in one pass. Every rank if weights lie in shards."""
-        self.offloaded.check_here(WEIGHTS)
-        with evaluating(self.module), self._without_adapter(not adapter):
-            features_NX: torch.Tensor = self._run(self.scorer, sequences, temperature=1.0, features_only=True)[0]
-        return features_NX
-
-    def logits(self, features_NX: torch.Tensor) -> torch.Tensor:
-        """(N, V) float32 logits of what ``target_features`` gave."""
-        with self._autocast():
-            logits_NV: torch.Tensor = self.scorer.head.logits(features_NX)  # type: ignore[union-attr, operator]
-        return logits_NV
-
-    @torch.no_grad()
-    def _each(
-        self,
-        batch: Any,
-        micro_batch_size: int,
-        pick: Callable[[Any], tuple[torch.Tensor, ...]],
-        num_columns: int,
-        temperature: float = 1.0,
-        adapter: bool = True,
-        as_in_step: bool = False,
-        **settings: Any,
-    ) -> list[Ragged]:
-        """The columns that ``pick`` takes of each micro-batch's scores, in the order of the rows."""
-        self.offloaded.check_here(WEIGHTS)
-        room = None if as_in_step else self.scoring_room
-        rows = self._cut(batch, micro_batch_size, self.token_budget if room is None else room.budget())
-        mode = contextlib.nullcontext() if as_in_step else evaluating(self.module)
-        columns: list[list[torch.Tensor]] = [[] for _ in range(num_columns)]
-        with mode, self._without_adapter(not adapter):
-            for k in range(most_of_ranks(len(rows), self.device) if self.is_sharded else len(rows)):
-                micro = batch[rows[k]].as_sequences() if k < len(rows) else None
-                scores = pick(self._run(self.scorer, micro, temperature=temperature, **settings))
-                if micro is not None:
-                    for column, values in zip(columns, scores, strict=True):  # wide ones would fill the device
-                        column.append(values if values.dim() == 1 else values.cpu())
-        if not rows:
-            return [Ragged.of([], np.float32) for _ in columns]
-        counts = np.concatenate([targets_of_rows(batch[part]) for part in rows])
-        return [in_order([Ragged.split(torch.cat(parts).cpu().numpy(), counts)], rows) for parts in columns]
-
     # Learning
 
     def step(
@@ -376,49 +293,18 @@ class FsdpBackend:
         self.offloaded.check_here(WEIGHTS, MEMORY)
         if not self.can_step:
             raise RuntimeError(
-                "a step failed before in a way that cannot be forgotten (DistributedDataParallel was adding up "
-                "gradients, or FSDP of a torch below 2.13): resume in new processes"
+                "an earlier step failed while DistributedDataParallel, or FSDP of torch before 2.13, was adding "
+                "up gradients. Resume in new processes"
             )
         growing = growing_segments(self.device) if self.shares_device else contextlib.nullcontext()
+        settings: dict[str, Any] = {"temperature": temperature}
+        if isinstance(self.scorer, Scorer):
+            settings |= {"entropy_gradient": entropy_gradient, "token_function": token_function}
         with self._forgetting_failures(), memory_settings(self.activation_memory_budget, growing):
-            metrics = Metrics()
+            metrics, finite = Metrics(), FiniteStep(self.device)
             rows = self._cut(batch, micro_batch_size, self.token_budget)
-            num_micro, num_tokens = most_of_ranks(max(1, len(rows)), self.device), 0
-            finite = FiniteStep(self.device)
-            settings: dict[str, Any] = {}
-            if isinstance(self.scorer, Scorer):
-                settings = {"entropy_gradient": entropy_gradient, "token_function": token_function}
-            if self.balance is not None:
-                self.balance.begin(batch.as_sequences(), self.device)
-            k = 0
-            while k < num_micro:
-                if self.room:
-                    self.room.before()
-                micro = batch[rows[k] if k < len(rows) else slice(0, 0)]
-                sequences = micro.as_sequences()
-                if token_function is not None:
-                    settings["token_inputs"] = token_function.inputs(micro)
-                if self.balance is not None:
-                    settings["is_token_BT"] = self.balance.tokens(sequences, padding_free=self.padding_free)
-                with self._synchronised(last=k == num_micro - 1):
-                    scores = self._run(self.forward, sequences, temperature=temperature, **settings)
-                    if self.room:  # rows that are left are cut by what this pass kept
-                        self.token_budget = self.room.cut(batch, rows, k, padding_free=self.padding_free)
-                        self.room = None if self.room.is_known else self.room
-                        num_micro = max(min(k + 2, num_micro), most_of_ranks(max(1, len(rows)), self.device))
-                    names = () if token_function is None else token_function.names
-                    loss = token_loss(scores, names, loss_function, micro, sequences, metrics)
-                    if self.balance is not None:
-                        loss = loss + self.balance.share(scores, sequences, metrics)
-                    self.is_reducing = k == num_micro - 1
-                    (loss * self.world_size).backward()
-                    self.is_reducing = False
-                metrics.sum("loss", loss)
-                finite.add(loss, micro)
-                num_tokens += len(sequences.input_ids.values)
-                k += 1
-            if self.accumulates_whole:
-                take_gradients(self.scorer)
+            with self._holding():
+                num_tokens = self._add_gradients(batch, rows, loss_function, settings, metrics, finite)
             if self.ranks is not None:
                 metrics.same("orthogonality", self.ranks.regularize())
             trained = [weight for weight in self.module.parameters() if weight.requires_grad]
@@ -430,63 +316,95 @@ class FsdpBackend:
                 self.scheduler.step()
                 if self.ranks is not None:
                     self.ranks.allocate(self.scheduler.last_epoch)
-            self.optimizer.zero_grad(set_to_none=True)
+            self._forget_gradients()
             num_ranks = 1 if self.sharing is None else self.sharing.size  # whose work it is
             add_work(metrics, num_tokens, flops_of(self.module, num_tokens), self.peak_flops, num_ranks)
             add_memory(metrics, self.device)
             return metrics
 
+    def _add_gradients(
+        self,
+        batch: Any,
+        rows: list[np.ndarray],
+        loss_function: Any,
+        settings: dict[str, Any],
+        metrics: Metrics,
+        finite: FiniteStep,
+    ) -> int:
+        """Passes of all micro-batches, of ``rows`` each, forward and back; the number of their tokens."""
+        num_micro, num_tokens, k = most_of_ranks(max(1, len(rows)), self.device), 0, 0
+        token_function: TokenFunction | None = settings.get("token_function")
+        names = () if token_function is None else token_function.names
+        if self.balance is not None:
+            self.balance.begin(batch.as_sequences(), self.device)
+        if self.passes is not None:
+            lengths = token_lengths(batch, padded=False)
+            self.passes.begin(max((int(lengths[some].sum()) for some in rows), default=1))
+        while k < num_micro:
+            if self.room:
+                self.room.before()
+            micro = batch[rows[k] if k < len(rows) else slice(0, 0)]
+            sequences = micro.as_sequences()
+            if token_function is not None:
+                settings["token_inputs"] = token_function.inputs(micro)
+            if self.balance is not None:
+                settings["is_token_BT"] = self.balance.tokens(sequences, padding_free=self.padding_free)
+            with self._synchronised(last=k == num_micro - 1):
+                scores = self._run(self.forward, sequences, **settings)
+                if self.room:  # rows that are left are cut by what this pass kept
+                    self.token_budget = self.room.cut(batch, rows, k, padding_free=self.padding_free)
+                    self.room = None if self.room.is_known else self.room
+                    num_micro = max(min(k + 2, num_micro), most_of_ranks(max(1, len(rows)), self.device))
+                loss = token_loss(scores, names, loss_function, micro, sequences, metrics)
+                if self.balance is not None:
+                    loss = loss + self.balance.share(scores, sequences, metrics)
+                self.is_reducing = k == num_micro - 1
+                (loss * self.world_size).backward()
+                self.is_reducing = False
+            if self.low is not None:
+                self.low.take_gradients()
+            metrics.sum("loss", loss)
+            finite.add(loss, micro)
+            num_tokens += len(sequences.input_ids.values)
+            k += 1
+        return num_tokens
+
+    def _forget_gradients(self) -> None:
+        assert self.optimizer is not None
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.low is not None:
+            self.low.forget_gradients()
+
     @contextlib.contextmanager
     def _forgetting_failures(self) -> Iterator[None]:
         """What a step that fails inside leaves behind is not added to the next one."""
-        assert self.optimizer is not None
         try:
             yield
         except BaseException:
-            self.optimizer.zero_grad(set_to_none=True)
+            self._forget_gradients()
             if self.is_sharded:
                 self.can_step = forget_step(self.scorer)
             elif isinstance(self.forward, DistributedDataParallel):
                 self.can_step = not self.is_reducing
             raise
 
-    def _run(self, forward: torch.nn.Module, micro: Sequences | None, **settings: Any) -> Any:
-        micro = Sequences(Ragged.of([], np.int64), Ragged.of([], bool)) if micro is None else micro
-        sharing = None if self.sharing is None else (self.sharing.index, self.sharing.size)
-        told: dict[str, Any] = {"padding_free": self.padding_free, "read_at": self.read_at, "sharing": sharing}
-        inputs = model_inputs(micro, self.device, **told, vision=self.vision)
-        if not isinstance(self.scorer, Scorer):
-            settings = {}
-        with self._autocast():
-            return forward(inputs, **settings)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, self.dtype, enabled=self.casts)
-
-    def _cut(self, batch: Any, micro_batch_size: int, budget: int | None) -> list[np.ndarray]:
-        lengths = token_lengths(batch, padded=not self.padding_free)
-        return micro_batches(lengths, micro_batch_size, token_budget=budget, padding_free=self.padding_free)
-
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if isinstance(self.forward, DistributedDataParallel) and not last:
             return self.forward.no_sync()
-        if self.accumulates_whole:
-            accumulate_whole(self.scorer, last=last)
         return contextlib.nullcontext()
 
     # Weights
 
-    def _settle(self) -> None:
-        """Weights as they are kept, before they are read or written."""
-        self.offloaded.check_here(WEIGHTS)
-        if self.is_sharded:
-            reshard(self.scorer)
-
-    def whole_weights(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[None]:
         """Inside, every rank holds all weights and may run the module at its own pace. Every rank enters."""
-        if not self.is_sharded:
-            return contextlib.nullcontext()
-        return whole_weights(self.scorer, reshard_after_forward=self.reshard_after_forward)
+        with contextlib.ExitStack() as stack:
+            if self.is_sharded:
+                told = {"reshard_after_forward": self.reshard_after_forward}
+                stack.enter_context(whole_weights(self.scorer, **told))
+            stack.enter_context(self._holding())
+            stack.enter_context(self._uncompiled())
+            yield
 
     @property
     def trains_part(self) -> bool:
@@ -529,6 +447,10 @@ class FsdpBackend:
             if self.is_sharded:
                 reshard(self.scorer)
             self.offloaded.offload([*self.module.parameters(), *self.module.buffers()], WEIGHTS)
+            if self.low is not None:
+                self.low.drop()
+        if self.passes is not None:
+            self.passes.clear()
         if optimizer and self.optimizer is not None:
             self.offloaded.offload(self._remembered(), MEMORY)
         if self.device.type == "cuda":

@@ -1,6 +1,6 @@
 """How a model is called so that the documents of a row see only themselves, and whether any way of calling does it.
 
-    positions   position ids that begin anew with every document: transformers makes the mask of them
+    positions   position ids that start over with every document: transformers makes the mask of them
     lengths     beside that where documents begin, for kernels of recurrent and convolution layers
                 (flash-linear-attention, causal-conv1d); all rows become one
     masks       beside that the mask of each kind of layer, for models that do not make it of the positions (gpt-oss)
@@ -92,9 +92,9 @@ def picture_positions(part: Any, inputs: Inputs) -> torch.Tensor:
     marks_DL = torch.zeros_like(ids_DL)
     ids_DL[is_there_DL], marks_DL[is_there_DL] = inputs.input_ids_BT.flatten(), inputs.seen.is_picture_BT.flatten()
     grids = {name: value for name, value in inputs.seen.pixels.items() if name.endswith("_grid_thw")}
-    positions_3DL, _ = part.get_rope_index(
-        input_ids=ids_DL, mm_token_type_ids=marks_DL, attention_mask=is_there_DL.long(), **grids
-    )
+    takes_marks = "mm_token_type_ids" in inspect.signature(part.get_rope_index).parameters
+    marks = {"mm_token_type_ids": marks_DL} if takes_marks else {}
+    positions_3DL, _ = part.get_rope_index(input_ids=ids_DL, attention_mask=is_there_DL.long(), **marks, **grids)
     positions_3BT: torch.Tensor = positions_3DL[:, is_there_DL].unflatten(1, tuple(inputs.input_ids_BT.shape))
     return positions_3BT
 

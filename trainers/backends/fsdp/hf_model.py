@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from trainers.backends.fsdp.vision.classifier import classifier_class
 from trainers.data.images.processor import is_vision, language_class
 
 ModelHead = Literal["lm", "value", "embedding"]
+STACK = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 
 
 def build_model(
@@ -210,12 +212,30 @@ def write_model(
     }
     with written_whole(module):
         module.save_pretrained(folder, state_dict=weights)
+    if config.model_type == "qwen3_vl_moe":
+        exchange_sides(folder)
     config = copy.deepcopy(config)
     config.architectures = [type(module).__name__]
     config.dtype = dtype
     if quantized_layers(module):  # whose weights are given as others are
         del config.quantization_config
     config.save_pretrained(folder)
+
+
+def exchange_sides(folder: Path) -> None:
+    """Writes stacks of experts (E, 2 I, H) as (E, H, 2 I), and (E, H, I) as (E, I, H).
+
+    So the files of Qwen's own Qwen3-VL have them, and vLLM reads no others. transformers reads both, but for stacks of
+    squares, which stay, and always writes the first.
+    """
+    from safetensors.torch import load_file, save_file
+
+    for file in folder.glob("model*.safetensors"):
+        tensors = load_file(file)
+        stacks = [name for name, tensor in tensors.items() if STACK.fullmatch(name) and len({*tensor.shape[1:]}) == 2]
+        if stacks:
+            exchanged = {name: tensors[name].transpose(1, 2).contiguous() for name in stacks}
+            save_file(tensors | exchanged, file, metadata={"format": "pt"})
 
 
 def untied(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -256,7 +276,7 @@ def _converted(
     missing = set(report.pop("missing_keys")) if part else set()
     wrong = {kind: sorted(names)[:3] for kind, names in report.items() if kind.endswith("_keys") and names}
     if wrong:
-        raise ValueError(f"the weights do not fit {type(module).__name__}: {wrong}. Are they those of another model?")
+        raise ValueError(f"the weights do not fit {type(module).__name__}: {wrong}. Are they of another model?")
     converted: dict[str, torch.Tensor] = loaded.state_dict()
     absent = {_place(weight) for name, weight in converted.items() if name in missing}
     return [(name, weight) for name, weight in converted.items() if _place(weight) not in absent]

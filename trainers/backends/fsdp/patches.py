@@ -4,21 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
-
-LARGE = 2**20  # numbers of a weight, from which on starting a kernel of our own takes less time than it saves
-
-
-def sums_by_kernel(weight: Any) -> None:
-    """FSDP2's parameter ``weight`` adds its bfloat16 gradients to their float32 sum by ``gradient_kernels.py``.
-
-    PyTorch (2.11 to 2.13) adds two dtypes by a kernel that loads number after number: 2.7 TB/s on an H200 where the
-    other has 3.9 (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, ``accumulate_unsharded_grad_if_needed``; where a
-    version has no such method nothing changes). Delete when ``float32 += bfloat16`` is as fast as a copy.
-    """
-    if hasattr(weight, "accumulate_unsharded_grad_if_needed") and weight.sharded_param.numel() >= LARGE:
-        weight.accumulate_unsharded_grad_if_needed = partial(_accumulate, weight)
 
 
 def sharded_weights(part: Any) -> list[Any]:
@@ -33,20 +19,8 @@ def sharded_weights(part: Any) -> list[Any]:
 
 
 def holds_gradients(weight: Any) -> bool:
-    """Whether ``take_gradient`` and ``forget_gradients`` know FSDP2's parameter ``weight`` as this version has it."""
+    """Whether ``forget_gradients`` knows FSDP2's parameter ``weight`` as this version has it."""
     return all(hasattr(weight, name) for name in ("unsharded_accumulated_grad", "sharded_param", "to_sharded_dtensor"))
-
-
-def take_gradient(weight: Any) -> None:
-    """The gradient that was added up whole becomes that of the shard of FSDP2's parameter ``weight``.
-
-    PyTorch (2.11 to 2.13) would copy it on a single rank, where a shard is as large
-    (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, ``foreach_reduce``). Where ``holds_gradients`` is false
-    none is added up whole: every micro-batch is reduced. Delete when FSDP2 takes them as they are on a single rank.
-    """
-    gradient, weight.unsharded_accumulated_grad = weight.unsharded_accumulated_grad, None
-    if gradient is not None:
-        weight.sharded_param.grad = weight.to_sharded_dtensor(gradient)
 
 
 def forget_gradients(weight: Any) -> None:
@@ -75,12 +49,3 @@ def tell_single_documents(are_single: Callable[[], bool]) -> None:
     find = getattr(masking_utils, "find_packed_sequence_indices", None)
     if find is not None and list(inspect.signature(find).parameters) == ["position_ids"]:
         masking_utils.find_packed_sequence_indices = lambda position_ids: None if are_single() else find(position_ids)
-
-
-def _accumulate(weight: Any) -> None:
-    from trainers.backends.fsdp import gradient_kernels
-
-    total, part = weight.unsharded_accumulated_grad, weight.unsharded_param.grad
-    if total is not None and part is not None:
-        gradient_kernels.add(total, part)
-        weight.unsharded_param.grad = None

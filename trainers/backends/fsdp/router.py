@@ -79,8 +79,8 @@ class Balance:
             raise ConfigError(f"router_aux_loss_coef is {coef}, but {told}")
         if not has_backbone:
             raise ConfigError(
-                f"router_aux_loss_coef is {coef}, but {type(model).__name__} does something to its logits that is not "
-                "known here, and is called as a whole, without the logits of its routers. Remove it."
+                f"router_aux_loss_coef is {coef}, but {type(model).__name__} changes its logits in an unknown "
+                "way. It is called as a whole, without the logits of its routers. Remove it."
             )
         self._function: Callable[..., torch.Tensor] = getattr(sys.modules[type(model).__module__], FUNCTION)
         self.top_k: int = getattr(model, "num_experts_per_tok", 0)
@@ -138,6 +138,6 @@ def _check_adapter(model: Any) -> None:
     for name, part in model.named_modules():
         if name.endswith(".router") and isinstance(getattr(part, "base_layer", None), torch.nn.Linear):
             raise ConfigError(
-                f"router_aux_loss_coef: the adapter is beside {name} too, and transformers gives the router's logits "
-                "without it. Write lora_kwargs: {exclude_modules: [router]}."
+                f"router_aux_loss_coef: the adapter also changes {name}, and transformers gives the router's "
+                "logits without the adapter. Write lora_kwargs: {exclude_modules: [router]}."
             )

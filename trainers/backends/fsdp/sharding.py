@@ -15,13 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainers.backends.fsdp.patches import (
-    forget_gradients,
-    holds_gradients,
-    sharded_weights,
-    sums_by_kernel,
-    take_gradient,
-)
+from trainers.backends.fsdp.patches import forget_gradients, holds_gradients, sharded_weights
 
 
 def shard(
@@ -46,9 +40,6 @@ def shard(
     for layer in layers_of(model):
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **settings)
     fully_shard(scorer, reshard_after_forward=False, **settings)
-    if low and device.type == "cuda" and dist.get_world_size() == 1:  # several add up shards, in one dtype
-        for weight in _sharded_weights(scorer):
-            sums_by_kernel(weight)
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:
@@ -77,32 +68,6 @@ def whole_weights(scorer: Any, *, reshard_after_forward: bool) -> Iterator[None]
             part.reshard()
 
 
-def can_accumulate_whole(scorer: torch.nn.Module) -> bool:
-    """Whether gradients that this torch adds up whole can be had: ``take_gradients``."""
-    weights = _sharded_weights(scorer)
-    return bool(weights) and all(map(holds_gradients, weights))
-
-
-def accumulate_whole(scorer: torch.nn.Module, *, last: bool) -> None:
-    """Before a micro-batch of a step: layers stay gathered until the last one, and gradients whole.
-
-    Over several ranks that would cost the memory that shards save; on a single one it saves copies. ``take_gradients``
-    follows the last backward pass.
-    """
-    assert isinstance(scorer, FSDPModule)
-    scorer.set_reshard_after_backward(last)
-    scorer.set_requires_gradient_sync(False)
-
-
-def take_gradients(scorer: torch.nn.Module) -> None:
-    """Gradients that were added up whole become those of the shards, which on a single rank are as large.
-
-    FSDP would copy them, into memory of another stream: as much again, as memory of one stream is none of another's.
-    """
-    for weight in _sharded_weights(scorer):
-        take_gradient(weight)
-
-
 def forget_step(scorer: torch.nn.Module) -> bool:
     """After a step that failed: nothing of its gradients stays, nor of where FSDP was in it. No rank is asked.
 
@@ -112,7 +77,7 @@ def forget_step(scorer: torch.nn.Module) -> bool:
     for weight in weights:
         forget_gradients(weight)
     assert isinstance(scorer, FSDPModule)
-    if not hasattr(scorer, "reset_iter_state") or not can_accumulate_whole(scorer):
+    if not hasattr(scorer, "reset_iter_state") or not (weights and all(map(holds_gradients, weights))):
         return False
     scorer.reset_iter_state()
     return True

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rayhelper import ConfigError
-from rayhelper.planning.memory import Work, scoring
+from rayhelper.planning.memory import Work, scoring, training
 from rayhelper.planning.model_shape import ModelShape
 from rayhelper.planning.parallel_sizes import ParallelSizes
 from trainers.backends.base import token_lengths
 from trainers.backends.scores.inputs import micro_batches
 
 ENOUGH = 32768  # of 135 M parameters on an H100: 0.53 s a step with 34,816 tokens, 1.3 s with 8,704
+CAPTURED = 4096  # the same model in CUDA graphs: 1.91 s a GRPO step and 13.0 GiB; with 8,192 tokens 1.81 s and 22.1 GiB
 TELLING = 4096  # tokens of a pass: of a smaller one, much of what it kept are gathered weights
 MOST_LOOKS = 4  # at passes that are smaller
 SHARE = 0.5  # of the free memory: the backward pass needs some beside what the forward pass has kept
@@ -119,6 +120,26 @@ class ScoringRoom:
     def free(self) -> int:
         """Bytes of the device that tensors may have."""
         return _free(self.device)
+
+
+def learning_tokens(module: Any, device: torch.device, dtype: torch.dtype) -> int | None:
+    """Tokens of a pass that learns as a CUDA graph: ``CAPTURED``, or half of it and so on, as the plan says they fit.
+
+    None: the plan does not know the shape, or there is so little room that passes are to be measured.
+    """
+    try:
+        shape = ModelShape.of(module.config.to_dict())
+    except ConfigError:
+        return None
+    if shape is None:
+        return None
+    work = Work(micro_batch=1, length=1, compute_bytes=dtype.itemsize)
+    token_bytes = sum(t.num_bytes for t in training(shape, ParallelSizes(), work) if t.name == "activations")
+    trained = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
+    tokens, free = CAPTURED, SHARE * (_free(device) - STATES * trained)
+    while tokens >= TELLING // 4 and tokens * token_bytes > free:
+        tokens //= 2
+    return tokens if tokens >= TELLING // 4 else None
 
 
 def rooms_of(

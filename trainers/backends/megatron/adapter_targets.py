@@ -47,7 +47,7 @@ def chosen_targets(config: Any, settings: Mapping[str, Any], *, num_stages: int 
     if "all-linear" in wanted:
         raise ConfigError(
             f"lora: target_modules has {sorted(set(wanted) - {'all-linear'})} beside all-linear, but with backend: "
-            "megatron no other layer can have an adapter. Write all-linear alone."
+            "megatron no other layer can have an adapter. Write only all-linear."
         )
     lasts = sorted({_last(name) for name in known})
     for target in wanted:

@@ -38,9 +38,10 @@ from trainers.backends.megatron.adapter_targets import (
     names_in_stacks,
     peft_fields,
 )
+from trainers.backends.megatron.tensors.names import canonical
 from trainers.backends.megatron.tensors.sources import Source
 from trainers.backends.megatron.tensors.table import VALUES
-from trainers.backends.megatron.weights import INNER, MegatronWeights, canonical
+from trainers.backends.megatron.weights import MegatronWeights
 
 PREFIX, FILE = "base_model.model.", "adapter_model.safetensors"
 LAYERS = "model.layers."
@@ -50,8 +51,8 @@ class MegatronAdapter:
     """The adapter of the ``stages`` of this worker, whose other weights it freezes; a value head stays trained, whole.
 
     ``settings`` are fields of peft's LoraConfig. Every rank makes one, before gradients and optimizer. Weights are
-    float32. A is drawn from ``seed``, the same however the model is cut. ``inner``: the language model is within one
-    that also sees, as whose the names are written.
+    float32. A is drawn from ``seed``, the same however the model is cut. ``inner``: how names of the layers' weights
+    begin in a model that also sees, as whose they are written, such as ``model.language_model.``.
 
     Raises:
         ConfigError: settings that are not supported here.
@@ -66,12 +67,13 @@ class MegatronAdapter:
         value_head: bool,
         num_labels: int = 1,
         seed: int,
-        inner: bool = False,
+        inner: str = "",
     ) -> None:
         from megatron.core import parallel_state
 
         self.settings, self.value_head = dict(settings), value_head
-        self._layers = f"{INNER if inner else 'model.'}layers."  # how their names begin in peft's model
+        self._inner = inner
+        self._layers = f"{inner or 'model.'}layers."  # how their names begin in peft's model
         self.rank: int = self.settings.get("r", 8)
         self._tensor = parallel_state.get_tensor_model_parallel_group()
         self._experts = parallel_state.get_expert_tensor_and_model_parallel_group()
@@ -179,8 +181,8 @@ class MegatronAdapter:
         found = peft_fields(self._config, self.settings, self.targets)
         if self._layers == LAYERS or not found["target_modules"]:
             return found
-        names = [re.escape(self._in_memory(name).removeprefix(INNER)) for name in found["target_modules"]]
-        return found | {"target_modules": rf".*\.language_model\.(.*\.)?({'|'.join(names)})"}
+        names = [re.escape(self._in_memory(name).removeprefix(self._inner)) for name in found["target_modules"]]
+        return found | {"target_modules": rf"(.*\.)?{re.escape(self._inner)}(.*\.)?({'|'.join(names)})"}
 
     def load(self, folder: Path) -> None:
         """Puts back, in place, what ``save`` or peft wrote. Every rank.

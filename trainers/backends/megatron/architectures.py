@@ -5,33 +5,52 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-SEEING = {  # models that also see, and what their language model is
+SEEING = {  # models that also see, and what their language model is; "": it says that itself
     "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen2_5_omni": "qwen2_5_omni_text",
+    "qwen3_omni_moe": "qwen3_omni_moe_text",
+    "internvl": "",
 }
-READ_BY_VLLM = ("qwen3_5", "qwen3_5_moe")  # of these, what vLLM completes as language models: rows without pictures
+SPEAKING = ("qwen2_5_omni", "qwen3_omni_moe")  # of these: what sees and reads is a part of them, the thinker
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # some layers go by the gated delta rule
 MODEL_TYPES = (
     *("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
-    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", *DELTA),
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", *DELTA),
+    *("qwen2_5_omni_text", "qwen3_omni_moe_text"),
 )
 ROTATIONS = ("default", "linear", "llama3", "yarn")
 OF_PICTURES = "mrope"  # what older files of Qwen2.5-VL call the default, where there are positions of pictures
-BIASED = ("qwen2", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text")  # queries, keys and values have biases
-NORMED = ("qwen3", "qwen3_moe", "qwen3_vl_text", *DELTA)  # queries and keys have norms
+BIASED = (  # queries, keys and values have biases
+    *("qwen2", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"),
+)
+NORMED = (  # queries and keys have norms
+    *("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text", *DELTA),
+)
 SHARED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")  # mixtures with an expert for all tokens
-MIXED = ("qwen3_moe", *SHARED)  # mixtures of experts
+MIXED = ("qwen3_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_text", *SHARED)  # mixtures of experts
+NORMS_CHOICES = (
+    "qwen3_vl_moe_text",
+    "qwen3_omni_moe_text",
+    *DELTA,
+)  # probabilities of a token's experts add up to one, unless it is said
+STACKED = ("qwen3_vl_moe_text",)  # of these: no checkpoint has experts one by one
+ALWAYS = ("qwen3_vl_moe_text", "qwen3_5_moe_text")  # of these, whatever is said
 
 
 def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
     """What a config.json asks for that the backend would leave out, and so compute something else."""
     kind = config.get("model_type")
     if kind in SEEING:  # older files of Qwen2.5-VL have the fields of the language model among the others
+        config = config.get("thinker_config") or config
         inner = config.get("text_config") or {}
-        yield from architecture_mistakes({**config, **inner, "model_type": SEEING[kind]})
+        yield from architecture_mistakes(
+            {**config, **inner, "model_type": SEEING[kind] or inner.get("model_type", "qwen2")}
+        )
         return
     if kind not in MODEL_TYPES:
         yield f"the architecture {kind!r} is not known (known: {', '.join((*MODEL_TYPES, *SEEING))})"
@@ -52,10 +71,12 @@ def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
         yield "its qkv_bias is false, and queries, keys and values have biases"
     if kind in SHARED and config.get("shared_expert_intermediate_size") == 0:
         yield "its shared_expert_intermediate_size is 0, and layers of experts have a shared one"
-    if kind in MIXED and config.get("num_experts") == 0:
+    if kind in MIXED and config.get("num_experts", config.get("num_local_experts")) == 0:
         yield "its num_experts is 0, and a mixture has experts"
     if kind in MIXED and config.get("num_experts_per_tok") == 1 and _norms_choices(config):
         yield "its norm_topk_prob is true with num_experts_per_tok 1, which megatron-core's router refuses"
+    if kind in ALWAYS and not _norms_choices(config):
+        yield "its norm_topk_prob is false, and the probabilities of a token's experts add up to one"
     if kind in DELTA:
         keys, values = config.get("linear_num_key_heads", 16), config.get("linear_num_value_heads", 32)
         if values % keys:
@@ -69,7 +90,7 @@ def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _norms_choices(config: Mapping[str, Any]) -> bool:
     """Whether the probabilities of a token's experts are made to add up to one."""
-    return bool(config.get("norm_topk_prob", config.get("model_type") in DELTA))
+    return bool(config.get("norm_topk_prob", config.get("model_type") in NORMS_CHOICES))
 
 
 def has_experts(config: Any, layer: int) -> bool:
@@ -81,7 +102,8 @@ def has_experts(config: Any, layer: int) -> bool:
 
 def num_later(whole: Any) -> int:
     """Layers that a vision tower's features are added behind (deepstack, arXiv 2406.04334)."""
-    return len(getattr(getattr(whole, "vision_config", None), "deepstack_visual_indexes", None) or ())
+    vision = getattr(getattr(whole, "thinker_config", whole), "vision_config", None)
+    return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
 def too_few_layers(whole: Any, num_layers: int) -> str | None:

@@ -146,7 +146,8 @@ class MegatronBackend:
         self.adapter: MegatronAdapter | None = None
         if lora is not None:
             values: dict[str, Any] = {"value_head": head == "value", "num_labels": num_labels, "seed": seed}
-            self.adapter = MegatronAdapter(self.hf, self.stages, lora, inner=self.tower is not None, **values)
+            inner = "" if self.tower is None else self.tower.inner
+            self.adapter = MegatronAdapter(self.hf, self.stages, lora, inner=inner, **values)
         self.num_active = self.weights.num_active()
         self.module: Any = None  # an engine has its own
         self.sent = SentWeights()
@@ -461,11 +462,11 @@ class MegatronBackend:
         """
         with self.residence.weights_here():
             if self.adapter is None:
-                yield from self.weights.named_weights()
+                yield from self.weights.as_in_checkpoints(self.weights.named_weights())
                 return
-            for name, weight in self.weights.named_weights(self.adapter.merged):
-                if not trained_only or self.adapter.changes(name):
-                    yield name, weight
+            merged, changes = self.weights.named_weights(self.adapter.merged), self.adapter.changes
+            chosen = ((name, weight) for name, weight in merged if not trained_only or changes(name))
+            yield from self.weights.as_in_checkpoints(chosen)
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The matrices of the adapter alone, its scaling in B. Every rank."""

@@ -62,9 +62,14 @@ def engine_mistake(further: Mapping[str, Any], *, has_adapter: bool) -> str | No
     elif has_adapter:
         reason = "an adapter stands beside megatron-core's own layers"
     if reason is not None:
-        return f"{asked[0]} needs layers of TransformerEngine, but {reason}. Remove it."
+        return f"{asked[0]} needs layers of TransformerEngine, but {reason}. Remove it{as_there(asked[0])}."
     of_fp8 = [name for name in FP8_FIELDS if name in further]
     return _fp8_mistake(further, of_fp8[0]) if of_fp8 else None
+
+
+def as_there(name: str) -> str:
+    """How ms-swift says a field of fp8, for the end of a sentence."""
+    return " (of ms-swift: fp8_format, fp8_recipe)" if name in FP8_FIELDS else ""
 
 
 def _fp8_mistake(further: Mapping[str, Any], first: str) -> str | None:

@@ -162,7 +162,8 @@ def build_stages(
 
     for mistake in architecture_mistakes(hf.to_dict()):
         raise ConfigError(f"backend: megatron cannot be this model: {mistake}. Write backend: fsdp.")
-    if head == "value" and hf.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+    is_known = tower is not None or hf.model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    if head == "value" and not is_known:
         raise ConfigError(
             f"transformers has no sequence classifier of {hf.model_type}, so no model of it with values can be written "
             "or read. Take another model."

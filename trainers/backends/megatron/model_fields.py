@@ -21,8 +21,11 @@ from trainers.backends.megatron.architectures import (
     head_width,
     is_delta,
 )
-from trainers.backends.megatron.layers import ENGINE_FIELDS, LOCAL, TRANSFORMER_ENGINE, implementation
+from trainers.backends.megatron.layers import ENGINE_FIELDS, LOCAL, TRANSFORMER_ENGINE, as_there, implementation
 from trainers.backends.megatron.settings import MegatronSettings
+from trainers.data.images.processor import seeing_part
+
+OF_HEADS = ("pad_token_id", "problem_type")  # of a linear head: of what it is read off, and what its labels are
 
 
 def model_fields(
@@ -33,7 +36,7 @@ def model_fields(
     if has_delta and (asked := [name for name in ENGINE_FIELDS if name in settings.transformer]):
         raise ConfigError(
             f"megatron: {asked[0]} needs layers of TransformerEngine, but the layers of {hf.model_type} are "
-            "megatron-core's own. Remove it."
+            f"megatron-core's own. Remove it{as_there(asked[0])}."
         )
     if has_delta and settings.transformer.get("transformer_impl") == TRANSFORMER_ENGINE:
         raise ConfigError(
@@ -89,11 +92,15 @@ def read_config(model: Any, fields: Mapping[str, Any], *, trust_remote_code: boo
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **fields)
     text = config.get_text_config()
     if text is not config:
-        if fields:
+        for name in OF_HEADS:
+            if name in fields:
+                setattr(config, name, fields[name])
+        if fields := {name: value for name, value in fields.items() if name not in OF_HEADS}:
             raise ConfigError(
                 f"model_init_kwargs {sorted(fields)}: {config.model_type} also sees, and the backend megatron changes "
                 "nothing of its configuration. Change config.json, or remove them."
             )
+        text.tie_word_embeddings = seeing_part(config).tie_word_embeddings  # which decides in transformers
         text.name_or_path = config.name_or_path
     return config
 

@@ -127,8 +127,8 @@ def kept(optimizer: Any) -> Iterator[Kept]:
                 yield Kept(weight, weight, 0, inner, None)
         else:
             raise ValueError(
-                f"checkpoints of {type(one).__name__} over {type(inner).__name__} are not supported: leave out what of "
-                "megatron's optimizer settings asks for it, such as use_precision_aware_optimizer"
+                f"checkpoints of {type(one).__name__} over {type(inner).__name__} are not supported: remove the "
+                "optimizer setting of megatron that needs it, such as use_precision_aware_optimizer"
             )
 
 

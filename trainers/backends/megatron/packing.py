@@ -123,10 +123,11 @@ def pack(
     chosen_M = (places_N >= 0).nonzero().flatten()
     turned_by_T, pictures = positions_T, None
     if tower is not None and given.seen is not None:
-        turned_by_T = positions_T.repeat(3, 1)
-        turned_by_T[:, moved] = tower.positions(given).flatten(1)
+        if tower.has_axes:
+            turned_by_T = positions_T.repeat(3, 1)
+            turned_by_T[:, moved] = tower.positions(given).flatten(1)
         if tower.is_here:
-            is_picture = given.seen.is_picture_BT.flatten().bool()
+            is_picture = tower.is_feature(ids)
             feature_T = torch.full((total,), -1)
             feature_T[moved[is_picture]] = torch.arange(int(is_picture.sum()))
             feature_S = feature_T[mine_S]

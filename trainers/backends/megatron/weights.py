@@ -26,10 +26,12 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Parameter
 
-from trainers.backends.megatron.architectures import SEEING
-from trainers.backends.megatron.tensors.kept import FILES, KEPT, TOWER, KeptTensors
+from trainers.backends.megatron.architectures import SEEING, STACKED
+from trainers.backends.megatron.tensors import names as called
+from trainers.backends.megatron.tensors.kept import FILES, KeptTensors
+from trainers.backends.megatron.tensors.names import BESIDE, SIGHT, canonical
 from trainers.backends.megatron.tensors.sources import Block, Source
-from trainers.backends.megatron.tensors.stacks import STACK, stack_shapes, stacking, unstacked
+from trainers.backends.megatron.tensors.stacks import STACK, apart, is_transposed, stack_shapes, stacking, unstacked
 from trainers.backends.megatron.tensors.table import (
     EMBEDDING,
     GROUPED,
@@ -43,7 +45,6 @@ from trainers.backends.megatron.vision.tower import Tower
 from trainers.backends.model_files import model_folder, safetensors_files
 
 GENERATION = "generation_config.json"
-INNER = "model.language_model."  # names of a language model within a model that also sees
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,9 @@ class MegatronWeights:
         self._all_shapes = self.shapes | still
         self.generation: str | None = None  # how to generate, as the model that was loaded says
         self.kept: KeptTensors | None = None  # what it has beside
-        self.is_inner = self.is_stacked = False  # whether it has names of a model that also sees; whether stacks
-        self.tower_name = TOWER[0]  # how names of its vision tower begin
+        self.beginnings: dict[str, str] = {}  # of its names (tensors/names.py)
+        self.is_stacked = False
+        self.transposed: set[str] = set()  # stacks whose rows and columns are exchanged
         self._slots: list[Slot] = []
         own_blocks = [block for model in models for block in self._bind(model)]
         self._by_key = {slot.source.key: slot for slot in self._slots}
@@ -178,14 +180,14 @@ class MegatronWeights:
             FileNotFoundError: there are no safetensors files.
             ValueError: a tensor is missing or has another shape.
         """
-        folder = model_folder(model, GENERATION, FILES)
+        folder = model_folder(model, GENERATION, *FILES)
         if (folder / GENERATION).is_file():
             self.generation = (folder / GENERATION).read_text(encoding="utf-8")
         with contextlib.ExitStack() as files, torch.no_grad():
             tensors: dict[str, Any] = {}
             found = safetensors_files(folder)
-            is_inner = is_stacked = False
-            tower_name, names = TOWER[0], set()
+            is_stacked, beginnings = False, dict[str, str]()
+            names, transposed = set(), set()
             for file in found:
                 opened = files.enter_context(safe_open(file, framework="pt"))
                 for outer in opened.keys():  # noqa: SIM118
@@ -193,15 +195,18 @@ class MegatronWeights:
                     if name in self._all_shapes:
                         tensors[name] = opened.get_slice(outer)
                     elif STACK.fullmatch(name):
-                        tensors |= unstacked(name, opened.get_slice(outer))
+                        stack = opened.get_slice(outer)
+                        sizes = (self.config.hidden_size, getattr(self.config, "moe_intermediate_size", 0))
+                        if is_other := is_transposed(name, stack, *sizes):
+                            transposed.add(outer)
+                        tensors |= unstacked(name, stack, is_transposed=is_other)
                         is_stacked = True
                     names |= {outer} if name in self.shapes else set()
-                    is_inner |= outer.startswith(INNER)
-                    tower_name = next((name for name in TOWER if outer.startswith(name)), tower_name)
+                    if (beginning := called.beginning_of(outer)) is not None:
+                        beginnings[called.BEGINNINGS[beginning]] = beginning
             if self.kept is None:  # a checkpoint of this run, read later, has the same
-                self.is_inner, self.is_stacked, self.tower_name = is_inner, is_stacked, tower_name
-                beginnings = KEPT if self.head == "lm" else TOWER
-                self.kept = KeptTensors.of(folder, found, beginnings, without=names)
+                self.beginnings, self.is_stacked, self.transposed = beginnings, is_stacked, transposed
+                self.kept = KeptTensors.of(folder, found, BESIDE if self.head == "lm" else (), without=names)
             self._check_all_given([*tensors, VALUES], self._all_shapes)
             for name, tensor in tensors.items():
                 self._check_shape(name, tuple(tensor.get_shape()))
@@ -225,7 +230,7 @@ class MegatronWeights:
                 places[name].append(slot)
         given: set[str] = set()
         with torch.no_grad():
-            for outer, weight in named:
+            for outer, weight in apart(named):
                 name = canonical(outer)
                 if name == HEAD and self._is_tied:
                     name = EMBEDDING
@@ -235,7 +240,7 @@ class MegatronWeights:
                 given.add(name)
                 for slot in places[name]:
                     slot.fill(name, slot.source.part(name, weight, slot.rank), share)
-        self._check_all_given(given, [name for name in self.shapes if not name.startswith(TOWER)])
+        self._check_all_given(given, [name for name in self.shapes if not name.startswith(SIGHT)])
 
     def named_weights(self, of: Callable[[Parameter], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
         """Every whole tensor under its name in a checkpoint, on every rank, one at a time; a tied head once.
@@ -250,15 +255,23 @@ class MegatronWeights:
             for name, weight in self._gathered(bucket, of, first.dtype, first.device):
                 yield self.outer(name), weight
 
+    def as_in_checkpoints(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The ``named_weights`` under names that models of transformers are given: stacks where they know no experts.
+
+        All tensors of an expert's layer are among them, or none.
+        """
+        if self.config.model_type not in STACKED:
+            return weights
+        shapes = {self.outer(name): shape for name, shape in self.shapes.items()}
+        return stacking(weights, stack_shapes(shapes))
+
     def outer(self, name: str) -> str:
         """The name in the checkpoint that was loaded."""
-        if name.startswith(TOWER[0]):
-            return name.replace(TOWER[0], self.tower_name, 1)
-        return name.replace("model.", INNER, 1) if self.is_inner and name.startswith("model.") else name
+        return called.outer(name, self.beginnings)
 
     def num_active(self) -> float:
         """Parameters that a token goes through: of a mixture's experts those that it is sent to; no vision tower."""
-        sizes = {name: math.prod(shape) for name, shape in self.shapes.items() if not name.startswith(TOWER)}
+        sizes = {name: math.prod(shape) for name, shape in self.shapes.items() if not name.startswith(SIGHT)}
         of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
         if not of_experts:
             return sum(sizes.values())
@@ -283,7 +296,7 @@ class MegatronWeights:
             kept.copy_files(folder)
         weights = self.named_weights()
         if self.is_stacked:
-            weights = stacking(weights, self._written_shapes())
+            weights = stacking(weights, self._written_shapes(), self.transposed)
         for file, names in files.items():
             in_file = {}
             for name in names:
@@ -434,12 +447,16 @@ class MegatronWeights:
             old.unlink()
         config = copy.deepcopy(self.whole)
         if self.head == "lm" and config.model_type in SEEING:
-            config.architectures = [known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type]]
+            config.architectures = [known.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[config.model_type]]
         elif self.head == "lm":
             config.architectures = [known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
         else:
-            config.architectures = [known.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
+            seeing = known.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type, "")
+            made = seeing.replace("ForConditionalGeneration", "ForSequenceClassification")  # as fsdp calls its own
+            names = known.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+            config.architectures = [names.get(config.model_type, made)]
             config.num_labels = self.num_labels
+            config.get_text_config().pad_token_id = config.pad_token_id  # as it was asked for (read_config)
         config.dtype = dtype
         config.save_pretrained(folder)
         if self.head == "lm" and self.generation is not None:
@@ -484,13 +501,6 @@ def _slot(
             "was the model built from another configuration?"
         )
     return Slot(source, cut.rank, parameter, view)
-
-
-def canonical(name: str) -> str:
-    """The name in a checkpoint of a language model alone; of a vision tower the one that begins with model.visual."""
-    if name.startswith(TOWER[1]):
-        return name.replace(TOWER[1], TOWER[0], 1)
-    return name.replace(INNER, "model.", 1) if name.startswith(INNER) else name
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -168,8 +168,8 @@ class Head:
         self.known = self._agrees_with(model)
         if not self.known:
             logger.warning(
-                "%s does something to its logits that is not known here: its own forward pass is used, which holds the "
-                "logits of a whole micro-batch. Choose small micro-batches.",
+                "%s changes its logits in an unknown way. Its own forward pass is used, which holds the logits of "
+                "a whole micro-batch. Choose small micro-batches.",
                 type(model).__name__,
             )
 

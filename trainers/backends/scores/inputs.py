@@ -126,7 +126,7 @@ def model_inputs(
         wrong = (is_target_BT & is_first_BT).any(1).nonzero().flatten().tolist()
         if wrong:
             raise ValueError(
-                f"the first token of a document has nothing before it and cannot be a target (row {wrong[0]} of a "
+                f"the first token of a document cannot be a target (row {wrong[0]} of a "
                 f"micro-batch of {len(micro)}): set its target_mask to False"
             )
     starts, longest = None, 0

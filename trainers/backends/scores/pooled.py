@@ -75,7 +75,7 @@ class ClassifierScorer(torch.nn.Module):
 def check_shared(ranks: SequenceRanks | None, can: bool) -> None:
     """Raises ValueError where ranks share rows, and the numbers need other tokens than each rank's own."""
     if ranks is not None and not can:
-        raise ValueError("sequence_parallel_size: rows are shared by decoders with pooling last alone. Write 1.")
+        raise ValueError("sequence_parallel_size: rows are shared by decoders only with pooling last. Write 1.")
 
 
 @torch.no_grad()

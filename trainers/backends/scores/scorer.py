@@ -15,6 +15,7 @@ from trainers.backends.scores.head import Head, Scores
 from trainers.backends.scores.inputs import Inputs
 
 if TYPE_CHECKING:
+    from trainers.backends.fsdp.one_worker.passes import Passes
     from trainers.backends.fsdp.router import Balance
     from trainers.backends.fsdp.sequence_attention import SequenceRanks
 
@@ -33,6 +34,12 @@ class Scorer(torch.nn.Module):
         self.head = Head(model, room=room)
         self.balance: Balance | None = None  # for ``is_token_BT``
         self.dummy: dict[str, torch.Tensor] | None = None  # pixels, where a vision tower takes part in every pass
+        self.passes: Passes | None = None  # that run as CUDA graphs
+
+    def hidden(self, inputs: Inputs) -> torch.Tensor:
+        """(B, T, H) what the head takes, of a head that is known."""
+        hidden_BTH: torch.Tensor = self._outputs(inputs).last_hidden_state
+        return hidden_BTH
 
     def forward(
         self,
@@ -48,11 +55,12 @@ class Scorer(torch.nn.Module):
 
         ``is_token_BT``: asks for the loss of routers, over what is True.
         """
-        routes = {} if is_token_BT is None else {"output_router_logits": True}
-        with single_documents(inputs), joining(self.model, inputs, self.dummy):
-            given = arguments_of(self.model, inputs, self.way, self.ranks)
-            outputs = self.head.outputs(self.model, **given, **routes)
-        features_NX = self.head.features(outputs, inputs.places_N)
+        outputs = None
+        if self.passes is not None and self.passes.take(inputs):
+            features_NX = self.passes(inputs).flatten(0, 1).index_select(0, inputs.places_N)
+        else:
+            outputs = self._outputs(inputs, **({} if is_token_BT is None else {"output_router_logits": True}))
+            features_NX = self.head.features(outputs, inputs.places_N)
         if features_only:
             return (of_all(features_NX, inputs, self.ranks),)
         if inputs.part is not None:
@@ -70,9 +78,14 @@ class Scorer(torch.nn.Module):
             found = (scores.logps_N, scores.entropy_N, scores.is_top1_N, *scores.further)
             logps_N, entropy_N, is_top1_N, *further = (of_all(one, inputs, self.ranks) for one in found)
             scores = Scores(logps_N, entropy_N, is_top1_N, tuple(further))
-        if is_token_BT is None or self.balance is None:
+        if is_token_BT is None or self.balance is None or outputs is None:
             return scores
         return scores._replace(router_loss=self.balance.loss(outputs.router_logits, is_token_BT))
+
+    def _outputs(self, inputs: Inputs, **routes: Any) -> Any:
+        with single_documents(inputs), joining(self.model, inputs, self.dummy):
+            given = arguments_of(self.model, inputs, self.way, self.ranks)
+            return self.head.outputs(self.model, **given, **routes)
 
 
 TAKEN = ("pooler_output", "deepstack_features")  # of a tower's outputs: what language models take
@@ -127,12 +140,19 @@ class ValueScorer(torch.nn.Module):
             )
         self.model, self.way, self.ranks = model, way, ranks
         self.dummy: dict[str, torch.Tensor] | None = None  # as of ``Scorer``
+        self.passes: Passes | None = None
+
+    def hidden(self, inputs: Inputs) -> torch.Tensor:
+        """(B, T, H) what values are read off."""
+        with single_documents(inputs), joining(self.model, inputs, self.dummy):
+            given = arguments_of(self.model, inputs, self.way, self.ranks)
+            hidden_BTH: torch.Tensor = self.model.base_model(**given, use_cache=False).last_hidden_state
+        return hidden_BTH
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor]:
         """(N,) float32 values; (N, K) of a model with K labels, if they are several."""
-        with single_documents(inputs), joining(self.model, inputs, self.dummy):
-            given = arguments_of(self.model, inputs, self.way, self.ranks)
-            hidden_BTH = self.model.base_model(**given, use_cache=False).last_hidden_state
+        is_captured = self.passes is not None and self.passes.take(inputs)
+        hidden_BTH = self.passes(inputs) if is_captured else self.hidden(inputs)  # type: ignore[misc]
         hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, inputs.places_N)
         return (of_all(self.model.score(hidden_NH).float().squeeze(-1), inputs, self.ranks),)
 

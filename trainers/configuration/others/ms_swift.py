@@ -2,6 +2,7 @@
 
     swift sft x.yaml --lora_rank 16       sft --config x.yaml --lora_rank 16 --defaults ms-swift
     megatron rlhf --rlhf_type grpo ...    rlhf --backend megatron --rlhf_type grpo ... --defaults ms-swift
+    megatron sft ... --backend fsdp       sft ... --backend fsdp --tuner_type full --global_batch_size 16 --defaults ...
 
 Its keys are ``other_names.py`` and ``translations.py``.
 """
@@ -35,6 +36,13 @@ OTHER_PRODUCTS = {
     "eval": "it measures a model on benchmarks. eval_dataset measures the trained model on rows",
 }
 
+# Of ``swift/megatron/arguments/megatron_args.py``, where those of ``swift`` are others whatever the backend
+OF_MEGATRON = {"tuner_type": "full", "global_batch_size": "16"}
+MEGATRON_DEFAULTS = {  # the keys that say each
+    "tuner_type": {"tuner_type", "train_type"},
+    "global_batch_size": {"global_batch_size"},
+}
+
 # Variables that its scripts set, and what is done with them. Every other one means here what it means there: it is read
 # by torch, NCCL, transformers, vLLM or another library.
 TORCHRUN = {
@@ -60,29 +68,35 @@ def spelled(words: Sequence[str]) -> tuple[str, list[str]]:
         known = [name for name in COMMANDS if program == "swift" or name != "sample"]
         raise ConfigError(f"{program} has no command {command!r}{nearest(command, known)}; known: {', '.join(known)}")
     config, rest = with_config(arguments)
-    backend = [] if program == "swift" or "megatron" in said_backends(rest) else ["--backend", "megatron"]
-    if program == "megatron" and (others := said_backends([*config, *rest]) - {"megatron"}):
-        raise ConfigError(
-            f"megatron {command} trains with backend: megatron, and backend says {', '.join(sorted(others))}. Write "
-            f"swift {command}, which trains with any."
-        )
+    backend = _backend([*config, *rest]) if program == "megatron" else []
     says = any(argument.partition("=")[0] == "--defaults" for argument in rest)
     whose = [] if says else ["--defaults", "ms-swift"]  # of a command of its own, whatever its keys
     return COMMANDS[command], [*config, *backend, *rest, *whose]
 
 
-def said_backends(arguments: Sequence[str]) -> set[str]:
-    """The values that the key ``backend`` has among the arguments, and in the file that they name."""
-    said = set()
+def _backend(arguments: Sequence[str]) -> list[str]:
+    """What a ``megatron`` command adds: its backend, or, where a key says another one, its own defaults for that."""
+    if "backend" not in (said := said_keys(arguments)):
+        return ["--backend", "megatron"]
+    if said["backend"] == {"megatron"}:
+        return []
+    left_out = [key for key, names in MEGATRON_DEFAULTS.items() if not names & said.keys()]
+    return [word for key in left_out for word in (f"--{key}", OF_MEGATRON[key])]
+
+
+def said_keys(arguments: Sequence[str]) -> dict[str, set[str]]:
+    """The values, as written, that each key has among the arguments, and in the file that they name."""
+    said: dict[str, set[str]] = {}
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
         name, has_value, value = argument.partition("=")
         value = value if has_value else following
-        if name == "--backend":
-            said.add(value)
-        elif name == "--config":
+        if name == "--config":
             with contextlib.suppress(OSError, UnicodeDecodeError, yaml.YAMLError):  # told where the file is read
                 keys = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
-                said |= {str(keys["backend"])} if isinstance(keys, dict) and "backend" in keys else set()
+                for key, own in keys.items() if isinstance(keys, dict) else ():
+                    said.setdefault(str(key), set()).add(str(own))
+        elif name.startswith("--"):
+            said.setdefault(name[2:], set()).add(value)
     return said
 
 

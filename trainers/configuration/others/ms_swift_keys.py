@@ -16,6 +16,7 @@ from rayhelper.device_groups.keys import SHARE_KEY
 from rayhelper.device_groups.keys import SIZE_KEYS as SIZES
 from rayhelper.planning.parallel_sizes import SIZE_KEYS, VLLM_KEY
 from rayhelper.text import parse_text
+from trainers.configuration.others.other_names import is_neutral
 from trainers.configuration.reading.given_keys import GivenKeys
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,13 @@ FSDP2 = {  # ms-swift's swift/config/fsdp2.json
     "fsdp_reshard_after_forward": True,
     "gradient_checkpointing": True,
 }
+EIGHT_BITS = ("fp8_format", "fp8_recipe", "fp8_param_gather")
+OF_DELAYED = ("fp8_amax_history_len", "fp8_amax_compute_algo")  # read by the recipe delayed alone
+OF_SPEED = {  # keys of Megatron's experts that change no number
+    "moe_grouped_gemm": "transformers chooses how experts are multiplied",
+    "moe_permute_fusion": "transformers permutes the tokens",
+    "moe_shared_expert_overlap": "experts are computed one after the other",
+}
 FSDP: Mapping[str, Any] = {"fsdp": "full_shard auto_wrap", "fsdp_config": {}}  # where such a file does not say them
 
 
@@ -43,6 +51,8 @@ def translate_ms_swift(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     """Puts our keys in place of ms-swift's in ``given``; ``defaults`` are those of the run's keys."""
     _cached(given)
     choose_backend(given)
+    _without_megatron(given)
+    _eight_bits(given)
     _experts(given)
     _optimizer(given)
     _fsdp(given)
@@ -90,7 +100,7 @@ def room_for_prompts(given: GivenKeys) -> None:
         given.values["max_prompt_length"] = room
         logger.info(
             "max_length is %d here: a prompt and its completion of %d tokens have vllm_max_model_len %d together; "
-            "longer prompts lose their beginning",
+            "the beginning of longer prompts is cut",
             *(room, sizes[1], sizes[0]),
         )
 
@@ -139,6 +149,44 @@ def choose_backend(given: GivenKeys) -> None:
         if isinstance(value, int) and value > 1 and name != "expert_tensor_parallel_size":
             given.put("backend", "megatron", name)
             break
+
+
+def _without_megatron(given: GivenKeys) -> None:
+    """``backend: fsdp`` beside Megatron's keys, such as those of a ``megatron`` command, means what fsdp does instead.
+
+    Its layout changes no number where ``global_batch_size`` says the sequences of a step.
+    """
+    if "megatron" not in given.known or given.get("backend") != "fsdp" or given.get("global_batch_size") is None:
+        return
+    sizes = dict.fromkeys((key for key in SIZE_KEYS if key != VLLM_KEY), "fsdp lays weights in shards over all workers")
+    for name, note in (sizes | OF_SPEED).items():
+        if type(value := given.get(name)) in (int, bool):
+            del given.values[name]
+            if value not in (1, False):
+                given.notes[name] = note
+    name = "moe_aux_loss_coeff"
+    if given.foreign(name) and given.get(name):
+        given.refuse(name, f"{name} is Megatron's. Write router_aux_loss_coef in its place, or remove it")
+        del given.values[name]
+    for name in [name for name in given.values if name.startswith(("moe_", "fp8_")) and given.foreign(name)]:
+        if not is_neutral(name, given.get(name)):
+            given.refuse(name, f"{name} is Megatron's, and fsdp has no such setting. Remove it")
+            del given.values[name]
+
+
+def _eight_bits(given: GivenKeys) -> None:
+    """Megatron's products in fp8 are fields of ``megatron``; without ``fp8_format`` nothing reads the other keys."""
+    if "megatron" not in given.known or given.get("backend") != "megatron":
+        return
+    form, recipe, gathers = (given.take(name) if given.foreign(name) else None for name in EIGHT_BITS)
+    for name in OF_DELAYED:
+        if given.foreign(name) and (form is None or recipe not in (None, "delayed")):
+            given.take(name)
+    if form is not None:
+        given.put_inner("megatron", "fp8", form, EIGHT_BITS[0])
+        given.put_inner("megatron", "fp8_recipe", recipe or "delayed", EIGHT_BITS[1 if recipe else 0])
+        if gathers is True:
+            given.notes[EIGHT_BITS[2]] = "weights are gathered in bfloat16, and become fp8 where they are multiplied"
 
 
 def _experts(given: GivenKeys) -> None:

@@ -114,11 +114,14 @@ def _pairs(given: GivenKeys) -> None:
             "or defaults: trl for the loss without the shift",
         )
     if "ipo" in types and len(types) > 1:
-        given.refuse("loss_type", "beside ipo ms-swift divides all losses by lengths, which is not built. Write one")
+        given.refuse(
+            "loss_type",
+            "ms-swift divides all losses by lengths if ipo is one of them. RayHelper cannot do this. Write one",
+        )
     if given.get("ld_alpha") is not None:
         given.refuse(
             "ld_alpha",
-            "ld_alpha of ms-swift weighs the policy alone; here it weighs the reference too. Remove it, or write "
+            "ld_alpha of ms-swift weighs only the policy; here it weighs the reference too. Remove it, or write "
             "defaults: trl",
         )
 

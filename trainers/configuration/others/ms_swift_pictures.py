@@ -1,11 +1,9 @@
-"""What a file of ms-swift means for a model that sees: how large pictures become, and what completes its prompts.
+"""What a file of ms-swift means for a model that sees: how large pictures become.
 
     MAX_PIXELS=1003520            image_processor_kwargs: {min_pixels: 3136, max_pixels: 1003520}
     IMAGE_MAX_TOKEN_NUM=1024      of Qwen3-VL: {min_pixels: 4096, max_pixels: 1048576}
 
 Qwen's models alone read them. Their sizes there are those of qwen_vl_utils, whatever the model's own processor says.
-``use_vllm: true`` asks for speed. No vLLM sees here yet, so that the policy itself completes, or a copy of it with
-``backend: megatron``. There vLLM still completes texts for Qwen3.5.
 
 Source: ms-swift's ``swift/model/models/qwen.py`` (compat_qwen_vl_utils, patch_qwen_vl_utils).
 """
@@ -16,12 +14,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from rayhelper.device_groups.keys import SHARE_KEY
-from trainers.backends.megatron.architectures import READ_BY_VLLM
 from trainers.configuration.reading.given_keys import GivenKeys, plain
+from trainers.data.images.processor import is_vision, seeing_part
 
 KEY = "image_processor_kwargs"
-FAMILY = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+FAMILY = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen2_5_omni", "qwen3_omni_moe"),
+)
 TOKENS = {"min": 4, "max": 16384}  # of a picture, where nobody says
 
 
@@ -29,14 +28,11 @@ def pictures_as_there(given: GivenKeys) -> None:
     """Puts our keys in ``given`` for a model that sees pictures; others, and those not there yet, are left alone."""
     if KEY not in given.known:
         return
-    config, is_megatron = _configuration(given), given.get("backend") == "megatron"
-    if config is None:
+    config = _configuration(given)
+    if config is None or KEY in given.values or config.model_type not in FAMILY:
         return
-    if not (is_megatron and config.model_type in READ_BY_VLLM):
-        _without_vllm(given)
-    if KEY in given.values or config.model_type not in FAMILY:
-        return
-    side = config.vision_config.patch_size * config.vision_config.spatial_merge_size
+    vision = seeing_part(config).vision_config
+    side = vision.patch_size * vision.spatial_merge_size
     factor, said, sizes = side * side, _said(given), {}
     for bound, default in TOKENS.items():
         tokens, pixels = said.get(f"image_{bound}_token_num"), said.get(f"{bound}_pixels")
@@ -59,8 +55,6 @@ def _configuration(given: GivenKeys) -> Any:
     """That of the model; None: it sees nothing, or is not there yet."""
     from transformers import AutoConfig
 
-    from trainers.data.images.processor import is_vision
-
     if not isinstance(given.values.get("model"), str):
         return None
     try:
@@ -68,19 +62,3 @@ def _configuration(given: GivenKeys) -> Any:
     except (OSError, ValueError):  # who loads the model says what is wrong with it
         return None
     return config if is_vision(config) else None
-
-
-def _without_vllm(given: GivenKeys) -> None:
-    """A vLLM that shares the devices of training makes room for the policy itself."""
-    is_shared = given.get("vllm_mode") in (None, "colocate")
-    if "rollout_engine" not in given.known or given.get("use_vllm") is not True or not is_shared:
-        return
-    groups = given.get("device_groups")
-    if isinstance(groups, Mapping):
-        if set(groups) != {"train", "rollout"} or groups["rollout"] != {SHARE_KEY: "train"}:
-            return
-        both = dict.fromkeys(("train", "rollout"), groups["train"])
-        given.values["device_groups"] = {"colocate_groups": [["train", "rollout"]], **both}
-    given.values["use_vllm"] = False
-    given.values.pop("sleep_level", None)
-    given.notes["use_vllm"] = "no vLLM sees pictures here yet: the policy completes by itself (rollout_engine: hf)"

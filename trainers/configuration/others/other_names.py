@@ -175,6 +175,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "no_load_rng": (False,),
     "push_to_hub": (False,),
     "eval_iters": (-1,),
+    "mtp_num_layers": (None,),
+    **dict.fromkeys(("mtp_loss_scaling_factor", "mtp_decoder_input_detach", "mtp_shared_weights"), ANY),  # of that
 }
 
 _ROWS = "rows are held in memory"
@@ -200,6 +202,7 @@ HINTS = {
     "cross_entropy_fusion_impl": _KERNELS,
     "masked_softmax_fusion": "attention is one kernel, with its scale, mask and softmax",
     "offload_bridge": "weights are converted a tensor at a time",
+    "linear_decoupled_in_proj": "without fp8 it changes no number, and layers of the gated delta rule have none",
     "model_type": "the model's own config.json says it",
     "ddp_find_unused_parameters": "every weight of the model is used",
     "use_liger_kernel": _KERNELS,
@@ -221,6 +224,7 @@ HINTS = {
     "ds3_gather_for_generation": _GATHERED,
     "vllm_enable_lora": "no engine gets an adapter here",
     "vllm_max_lora_rank": "engines have room for an adapter of lora_rank",
+    "vllm_server_pass_dataset": "an environment gets all columns of its row",
     "vllm_use_async_engine": "prompts enter the engine while others are completed",
     "ray_exp_name": "workers are named after their groups",
     "merge_lora": "the final model has the adapter merged, and beside it the adapter alone",
@@ -239,10 +243,8 @@ _MEGATRON_ONLY = "it is a setting of Megatron's. Write backend: megatron beside 
 _BRIDGE = "weights are converted by the backend itself, tensor by tensor. Remove it"
 _ADAPTERS = "merge the adapter into its model and name the folder as model"
 _TEMPLATE = "the tokenizer's own chat template is used. Remove it, or write another as chat_template"
-_VERL = (
-    "it is a section of verl and siiRL. python -m trainers translate FILE --from verl writes such a file in our keys"
-)
-_ROLL = "it is a section of ROLL. python -m trainers translate FILE --from roll writes such a file in our keys"
+_VERL = "it is a section of verl and siiRL. rayhelper translate FILE --from verl writes such a file in our keys"
+_ROLL = "it is a section of ROLL. rayhelper translate FILE --from roll writes such a file in our keys"
 _SOFT = "it belongs to the reward soft_overlong. Name that in reward_funcs"
 _COSINE = "it belongs to the reward cosine. Name that in reward_funcs"
 _REPETITION = "ms-swift's reward counts repeated words, TRL's repeated tokens. Write reward_funcs: [{name: "
@@ -286,6 +288,7 @@ REFUSED = {
         _MEGATRON_ONLY,
     ),
     **dict.fromkeys(("mcore_model", "mcore_adapter", "use_mbridge"), _BRIDGE),
+    "mtp_num_layers": "layers that predict further tokens are not trained, and are saved as they were. Remove it",
     **dict.fromkeys(
         ("vanilla_mbridge", "bridge_backend", "use_dist_checkpointing", "dist_checkpointing_path"), _BRIDGE
     ),
@@ -372,7 +375,7 @@ REFUSED_BEGINNINGS = {
     "vllm_server_": _SERVER,
     "vllm_": _VLLM,
     **dict.fromkeys(("sglang_", "lmdeploy_"), "rollout_engine is hf or vllm. Remove it"),
-    "moe_": _MEGATRON_ONLY,
+    **dict.fromkeys(("moe_", "fp8_"), _MEGATRON_ONLY),
     "swanlab_": _WATCHED,
     **dict.fromkeys(
         ("galore_", "use_galore", "lisa_", "reft_", "lora_ga_", "llamapro_", "adapter_act", "adapter_length"),

@@ -108,8 +108,8 @@ def _rlhf_type(given: GivenKeys, config_type: type, rlhf_types: Callable[[], Map
         return
     asked, known = given.take("rlhf_type"), rlhf_types()
     folder, _, name = config_type.__module__.rpartition(".")
-    own = f"python -m {folder}" if name == "config" else f"a run of {config_type.__name__}"
-    remedy = "Write python -m trainers rlhf (of ms-swift's commands: swift rlhf or megatron rlhf)"
+    own = f"rayhelper {folder.rpartition('.')[2]}" if name == "config" else f"a run of {config_type.__name__}"
+    remedy = "Write rayhelper rlhf (of ms-swift's commands: swift rlhf or megatron rlhf)"
     if config_type not in known.values():  # whatever it is
         given.refuse("rlhf_type", f"rlhf_type is {asked}, but this is {own}, which has none. {remedy}, or remove it")
     elif problem := rlhf_problem(asked, known):
@@ -330,7 +330,7 @@ def _saving(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
             given.values.pop("metric_for_best_model", None)
             given.put("metric_for_best_model", "loss", "load_best_model_at_end")  # as in transformers
     if given.foreign("finetune") and given.take("finetune") is True and given.get("resume_from_checkpoint"):
-        given.refuse("finetune", "finetune begins anew, and resume_from_checkpoint goes on; remove one of them")
+        given.refuse("finetune", "finetune starts over, and resume_from_checkpoint continues; remove one of them")
 
 
 def _strategy(given: GivenKeys, defaults: Mapping[str, Any], name: str, steps: str) -> None:

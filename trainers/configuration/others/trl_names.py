@@ -189,7 +189,7 @@ HINTS = {
     "use_transformers_paged": _CACHE,
     "num_completions_to_print": "a few are shown; completions/*.parquet has all",
     "log_unique_prompts": "a few are shown; completions/*.parquet has all",
-    "skip_memory_metrics": "memory of a GPU is no metric; python -m rayhelper plan estimates it",
+    "skip_memory_metrics": "memory of a GPU is no metric; rayhelper plan estimates it",
 }
 
 _HUB = "nothing is uploaded. Remove it, and upload output_dir/final yourself"
@@ -220,7 +220,7 @@ REFUSED = {
     "disable_tqdm": "write env: {TQDM_DISABLE: 1}",
     "project": _TRACKIO,
     **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _TRACKIO),
-    "debug": "python -m rayhelper stacks and prove look into a run. Remove it",
+    "debug": "rayhelper stacks and prove look into a run. Remove it",
     "log_completions_hub_repo": _HUB,
     "eval_delay": "evaluation begins after eval_steps. Remove it",
     "eval_use_gather_object": _PREDICTIONS,

@@ -43,6 +43,12 @@ OF_SWIFT_ALONE: dict[str, dict[str, float]] = {
 }  # its defaults, not peft's
 UNASKED: dict[str, Any] = {"use_rslora": False, "use_dora": False, "init_weights": True}  # what peft does anyway
 BEGINNINGS = ("adalora_", "boft_", "fourier_", "vera_")
+OF_MEGATRON: Mapping[str, tuple[str, ...]] = {  # layers of Megatron's: those of a checkpoint that they are made of
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
 OF_FOUR_BITS = ("bnb_4bit_quant_type", "use_bnb_nested_quant")
 BITS: dict[Any, str] = {4: "load_in_4bit", 8: "load_in_8bit"}
 
@@ -66,9 +72,21 @@ def translate_tuner(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     elif tuner == BONE:
         tuner = given.values["tuner_type"] = MISS
     is_ms_swift = defaults.get("defaults") == "ms-swift"
+    _megatron_layers(given)
     _quantization(given, is_ms_swift=is_ms_swift)
     _fields(given, tuner, is_ms_swift=is_ms_swift)
     _modules_to_save(given, tuner)
+
+
+def _megatron_layers(given: GivenKeys) -> None:
+    """Megatron's names of layers, by the names in a checkpoint: each of these has an adapter of its own."""
+    name = "lora_target_modules"
+    listed = given.get(name)
+    names = listed.split() if isinstance(listed, str) else listed
+    if given.get("backend") != "megatron" or not isinstance(names, list) or not set(OF_MEGATRON) & {*map(str, names)}:
+        return
+    given.values[name] = [one for layer in names for one in OF_MEGATRON.get(str(layer), (layer,))]
+    given.notes[given.written.get(name, name)] = f"it is {', '.join(given.values[name])}, with an adapter each"
 
 
 def _fields(given: GivenKeys, tuner: Any, *, is_ms_swift: bool) -> None:

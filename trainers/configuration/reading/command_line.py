@@ -319,7 +319,7 @@ def _unknown(name: str, value: Any, given: GivenKeys, is_in_section: bool) -> st
         sizes = ", ".join(SIZE_KEYS)
         return (
             f"{name} is a section of ROLL; here the section of a role says how many devices it has ({sizes}). "
-            "python -m trainers translate FILE --from roll writes such a file in our keys"
+            "rayhelper translate FILE --from roll writes such a file in our keys"
         )
     if isinstance(value, Mapping):
         size = next((hint for key in value if (hint := nearest(str(key), SIZE_KEYS))), "")

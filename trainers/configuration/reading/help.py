@@ -73,7 +73,7 @@ def _with_what_holds(config_type: Any) -> dict[str, Key]:
 
 def _short(keys: dict[str, Key], prog: str | None) -> list[str]:
     lines = [
-        f"usage: {prog or 'python -m trainers NAME'} --config FILE [--key VALUE ...]",
+        f"usage: {prog or 'rayhelper NAME'} --config FILE [--key VALUE ...]",
         "",
         "  --config FILE               a YAML file with any of the keys below; the command line wins",
         "  --print_config              print the configuration as YAML, and exit",

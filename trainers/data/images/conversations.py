@@ -66,7 +66,7 @@ def placed(
         raise ValueError(f"the row has {len(column)} images and {len(column) - missing} places for them")
     for name in ("chosen", "rejected"):
         if any(num_pictures(message, marks=bool(column)) for message in turns.get(name, ())):
-            raise ValueError(f"{name} has an image: of pairs the prompt alone may have some")
+            raise ValueError(f"{name} has an image: only the prompt of a pair may have images")
     rest, found = iter(column), []
     for name in spoken:
         for message in turns[name]:
@@ -87,13 +87,14 @@ def picture_mistake(
 ) -> tuple[str, str] | None:
     """The column and what is wrong with the pictures of a row, if anything is; each is read.
 
-    ``tokens``: texts that stand for parts of pictures, which no text may hold. ``process``: of the model's processor,
-    which is asked about pictures of a rare shape.
+    ``tokens``: texts that stand for parts of pictures or sounds, which no text may hold. ``process``: of the model's
+    processor, which is asked about pictures of a rare shape.
     """
     for name in (*CONVERSATIONS, "text"):
         for token in tokens:
             if any(token in text for text in _texts(row.get(name))):
-                return name, f"a text holds {token!r}, which stands for a part of a picture"
+                kind = "sound" if "audio" in token.lower() else "picture"
+                return name, f"a text holds {token!r}, which stands for a part of a {kind}"
     column = next((name for name in COLUMNS if row.get(name)), None)
     told = column or next((name for name in CONVERSATIONS if isinstance(row.get(name), list)), "images")
     try:

@@ -127,7 +127,8 @@ def _picture(value: Any, max_pixels: int | None, urls: bool) -> Picture:
     if URL.match(value):
         if not urls:
             raise ValueError(
-                f"{value[:80]!r} is an address, and nothing is downloaded unless you say so. Set image_urls: true, or "
+                f"{value[:80]!r} is an address. RayHelper downloads nothing unless you allow it. Set image_urls: "
+                "true, or "
                 "give a path"
             )
         return Picture(_downloaded(value), max_pixels)

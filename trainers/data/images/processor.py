@@ -20,15 +20,23 @@ import numpy as np
 from trainers.data.images.conversations import ANSWERS, COLUMNS, MARK, TYPES, num_places, picture_mistake, placed
 from trainers.data.images.pictures import Picture
 
-VIDEOS = "video_processor"
+VIDEOS, SOUNDS = "video_processor", "feature_extractor"
+# Of models that also hear; without sounds the other makes the same of texts and pictures
+IN_PLACE = {"Qwen2_5OmniProcessor": "Qwen2_5_VLProcessor", "Qwen3OmniMoeProcessor": "Qwen2_5_VLProcessor"}
 MOST_KNOWN = 256  # texts with pictures whose tokens are remembered
 Expanded = tuple[str, list[dict[str, Any]]]
 
 
+def seeing_part(configuration: Any) -> Any:
+    """The configuration of what sees and reads: of a model that also speaks (Qwen-Omni) its thinker, else the same."""
+    return getattr(configuration, "thinker_config", configuration)
+
+
 def is_vision(configuration: Any) -> bool:
-    """Whether transformers has a class that reads images and text for a model of this configuration."""
+    """Whether transformers has a class that reads images and text for a model of this configuration, or its part."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+    configuration = seeing_part(configuration)
     kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(configuration), None)
     has_tower = getattr(configuration, "vision_config", None) is not None
     return has_tower and getattr(kind, "config_class", None) is type(configuration)
@@ -65,6 +73,8 @@ def load_processor(
     kind: Any = PROCESSOR_MAPPING.get(type(AutoConfig.from_pretrained(model, **options)), None)
     fields, _ = _fields(kind, model) if kind is not None else ({}, None)
     kind = _named(fields.get("processor_class")) or kind
+    hears = SOUNDS in kind.get_attributes() if kind is not None else False
+    kind = _named(IN_PLACE.get(getattr(kind, "__name__", ""))) or kind
     if kind is None or "image_processor" not in kind.get_attributes():
         raise ValueError(f"transformers has no processor of images for the model {model!r}")
     parts = {
@@ -78,11 +88,17 @@ def load_processor(
         given: list[Any] = [parts[name]() for name in kind.get_attributes()]  # type: ignore[no-untyped-call]
     except OSError as error:
         raise ValueError(f"the model {model!r} has no files of an image processor: {error}") from None
-    processor = _still(kind).from_args_and_dict(given, fields)
+    try:
+        processor = _still(kind).from_args_and_dict(given, fields)
+    except AttributeError as error:  # MiniCPM-V's asks its part for videos, and puts pictures of rows into one tensor
+        raise ValueError(f"{kind.__name__} of {model!r} cannot be without a part for videos: {error}") from None
     takes = getattr(type(processor.image_processor), "valid_kwargs", None)
     if takes is not None and (odd := sorted(set(processing or {}) - set(takes.__annotations__))):
         known = ", ".join(sorted(takes.__annotations__))
         raise ValueError(f"image_processor_kwargs: {', '.join(odd)} is no argument of {model!r} (known: {known})")
+    if hears:  # texts may hold none of the tokens of sounds either
+        marks = (getattr(processor.tokenizer, name, None) for name in ("audio_token", "audio_bos_token"))
+        processor.sound_tokens = [mark for mark in marks if mark]
     if not getattr(processor, "image_token", None):
         raise ValueError(f"{kind.__name__} has no token that stands for a picture in a text")
     return processor
@@ -147,6 +163,11 @@ class ImageReader:
         """The row as chat templates of vision models read it, and its pictures. Raises ValueError."""
         return placed(row, max_pixels=self.max_pixels, urls=self.urls)
 
+    def shown(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], SeeingTokenizer]:
+        """The row as chat templates of vision models read it, and the tokenizer for it. Raises ValueError."""
+        row, pictures = self.placed(row)
+        return row, self.tokenizer(pictures)
+
     def prompt(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Picture, ...]]:
         """As ``placed``, of what is to be completed in a row alone: its answer is left out."""
         shown, pictures = self.placed({name: value for name, value in row.items() if name not in ANSWERS})
@@ -168,9 +189,10 @@ class ImageReader:
 
     @property
     def picture_tokens(self) -> list[str]:
-        """The tokens that stand for pictures and parts of them, as texts."""
+        """The tokens that stand for pictures and parts of them, and for sounds, as texts."""
         ids = [token for token in self.processor.image_token_ids if token is not None]
-        return sorted({self.processor.image_token, *self.plain.convert_ids_to_tokens(ids)})
+        sounds = getattr(self.processor, "sound_tokens", ())
+        return sorted({self.processor.image_token, *self.plain.convert_ids_to_tokens(ids), *sounds})
 
     def _asked(self, image: Any) -> None:
         self.processor(text=[self.processor.image_token], images=[[image]])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+
+from trainers.backends.capture import captured
 
 logger = logging.getLogger(__name__)
 
@@ -54,21 +55,8 @@ class Graphs:
         torch.cuda.current_stream().wait_stream(stream)
 
     def _captured(self, step: Callable[[], object]) -> Any:
-        """Not by ``torch.cuda.graph``, which gives all of torch's free memory back: training would ask for it again."""
-        graph = torch.cuda.CUDAGraph()
-        collects = gc.isenabled()
-        gc.disable()  # what it frees meanwhile would be a part of the capture
         try:
-            torch.cuda.synchronize()
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                graph.capture_begin(*([] if self.last is None else [self.last.pool()]))
-                try:
-                    step()
-                finally:
-                    graph.capture_end()
-            torch.cuda.current_stream().wait_stream(stream)
+            graph = captured(step, pool=None if self.last is None else self.last.pool())
         except RuntimeError as error:
             self.is_on = False
             self.clear()
@@ -77,8 +65,5 @@ class Graphs:
             reason = str(error).splitlines()[0]
             logger.warning("rollout_engine: hf decodes without CUDA graphs: its steps cannot be captured (%s)", reason)
             return None
-        finally:
-            if collects:
-                gc.enable()
         self.last = graph
         return graph

@@ -79,8 +79,8 @@ def refuse_empty_prompts(prompts: Prompts) -> None:
     empty = np.flatnonzero(prompts.prompt_ids.lengths == 0)
     if len(empty):
         raise ValueError(
-            f"prompt {empty[0]} of {len(prompts)} has no tokens, and a completion needs one to begin with: "
-            "drop the row, or start every prompt with a token such as bos"
+            f"prompt {empty[0]} of {len(prompts)} has no tokens, and a completion needs one to begin with. Drop "
+            "the row, or start every prompt with a token such as bos"
         )
 
 

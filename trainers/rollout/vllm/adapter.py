@@ -50,7 +50,9 @@ def check_adapter(model: str | Path, targets: Collection[str], *, on_cpu: bool, 
             f"leave them out: lora_target_modules: [{others}]."
         )
     if on_cpu and any(name.endswith(".experts") for name, _ in module.named_modules()):
-        raise ConfigError(f"vllm_enable_lora: vLLM runs no adapter beside experts on a CPU, as {kind} has. {REMEDY}.")
+        raise ConfigError(
+            f"vllm_enable_lora: vLLM cannot run an adapter on a CPU with the experts of {kind}. {REMEDY}."
+        )
 
 
 def adapter_settings(rank: int, target_modules: Collection[str]) -> dict[str, Any]:
@@ -79,7 +81,7 @@ def put_adapter(engine: Any, rank: int, named_weights: Iterable[tuple[str, torch
     if of_experts := [name for name in weights if ".experts." in name]:
         raise ConfigError(
             f"vllm_enable_lora: the adapter changes experts ({of_experts[0]}), and engines are given those of other "
-            "layers alone. Set vllm_enable_lora: false, which merges the adapter into the weights that engines get, or "
+            "layers alone. Set vllm_enable_lora: false, which merges the adapter into the engine's weights. Or "
             "name layers of the attention in lora_target_modules."
         )
     from safetensors.torch import save_file

@@ -24,6 +24,7 @@ class Core:
         self.engine, self.on_cpu = engine, on_cpu
         self.tasks = engine.get_supported_tasks()
         self.adapter: Any = None  # what requests say of it
+        self.sees = False  # whether prompts may have pictures
         self.cache_salt = 0  # requests share what is cached with those of the same one
         self._decoded = decoded
         self._scale = 1.0
@@ -33,12 +34,14 @@ class Core:
         """What chooses the requests of each step."""
         return self.engine.engine_core.engine_core.scheduler
 
-    def add(self, name: str, prompt_ids: np.ndarray, params: Any) -> str:
-        """The id of a new request; ``params``: vLLM's SamplingParams."""
+    def add(self, name: str, prompt_ids: np.ndarray, params: Any, features: Sequence[Any] = ()) -> str:
+        """The id of a new request; ``params``: vLLM's SamplingParams. ``features``: of pictures in the prompt."""
         prompt = {"prompt_token_ids": prompt_ids.tolist(), "cache_salt": str(self.cache_salt)}
         request = self.engine.input_processor.process_inputs(
             name, prompt, params, supported_tasks=self.tasks, lora_request=self.adapter
         )
+        if features:
+            request.mm_features = list(features)
         self.engine.input_processor.assign_request_id(request)
         self.engine.engine_core.add_request(request)
         return str(request.request_id)
@@ -87,6 +90,8 @@ class Core:
             salt_again(self.scheduler, str(self.cache_salt))
         else:
             self.engine.reset_prefix_cache()
+            if self.sees:
+                self.engine.reset_encoder_cache()
 
     def batches(self) -> Any:
         """What was given to the GPU and not yet looked at, the newest first: vLLM plans a step ahead."""

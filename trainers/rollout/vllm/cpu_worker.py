@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from trainers.rollout.vllm.patches import flat_rotations, pack_weights, plain_experts
+from trainers.rollout.vllm.patches import flat_rotations, pack_weights, plain_experts, plain_products
 
 
 class CpuWorker(CPUWorker):  # type: ignore[misc]
@@ -19,6 +19,7 @@ class CpuWorker(CPUWorker):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pack_weights(False)
         plain_experts()
+        plain_products()
         flat_rotations()
         torch.compiler.set_stance("force_eager")
         super().__init__(*args, **kwargs)

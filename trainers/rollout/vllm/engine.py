@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ import torch
 from rayhelper import ConfigError
 from trainers.backends.device import default_device
 from trainers.batch import Prompts, Ragged, Rollouts, Sequences
+from trainers.data.images.pictures import Pictures
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.completions import no_rollouts, rollouts_of
 from trainers.rollout.hf.settings import refuse_empty_prompts
@@ -36,12 +37,13 @@ from trainers.rollout.vllm.adapter import (
     put_adapter,
 )
 from trainers.rollout.vllm.core import Core, no_garbage_collection
-from trainers.rollout.vllm.model import check_experts, load, model_fingerprints
+from trainers.rollout.vllm.model import check_experts, layers_of, load, model_fingerprints
 from trainers.rollout.vllm.patches import leave_group
 from trainers.rollout.vllm.processes import ModelProcesses, uninterrupted
 from trainers.rollout.vllm.running import Running
 from trainers.rollout.vllm.scores import Scores
 from trainers.rollout.vllm.settings import (
+    ENGINES,
     check_device,
     check_fits,
     check_model_on_cpu,
@@ -51,6 +53,7 @@ from trainers.rollout.vllm.settings import (
     stop_token_ids_of,
 )
 from trainers.rollout.vllm.start import start
+from trainers.rollout.vllm.vision.features import Features, check_torchvision, engine_fields_of_vision, sees
 
 
 class VllmEngine:
@@ -67,6 +70,9 @@ class VllmEngine:
     With a ``lora_rank`` above 0 the model stays as it was loaded. ``load_weights`` takes a LoRA adapter of that rank in
     its stead (``Backend.adapter_weights``), all completions and scores are those under it, and ``fingerprints`` are its
     own, read back from where the engine runs it. ``lora_target_modules``: last parts of the names of adapted layers.
+
+    A model that sees pictures is given those of ``Prompts.images``, and draws no token that stands for a part of a
+    picture. ``processing``: arguments of its image processor in place of the processor's, as the trainer has them.
 
     Raises:
         ConfigError: vLLM is not installed, or has no such field; or new experts could not be loaded into its layout.
@@ -89,6 +95,7 @@ class VllmEngine:
         lora_target_modules: Collection[str] = (),
         engine_kwargs: Mapping[str, Any] | None = None,
         patches: bool = True,
+        processing: Mapping[str, Any] | None = None,
         key: str = "vllm_engine_kwargs",
     ) -> None:
         given = checked_engine_kwargs(engine_kwargs or {}, key=key)
@@ -96,13 +103,17 @@ class VllmEngine:
         on_cpu = device.type == "cpu"
         check_device(on_cpu, dtype=dtype, sleep_level=sleep_level, lora_rank=lora_rank)
         if on_cpu:
-            check_model_on_cpu(model, trust_remote_code=trust_remote_code)
+            check_model_on_cpu(model, dtype=dtype, trust_remote_code=trust_remote_code)
         if lora_rank and Path(model).is_dir():
             check_adapter(model, lora_target_modules, on_cpu=on_cpu, trust_remote_code=trust_remote_code)
+        has_vision = sees(model, trust_remote_code=trust_remote_code)
+        if has_vision:
+            check_torchvision(ENGINES[key])
         self.sleep_level, self.version = sleep_level, 0
         self.lora_rank = lora_rank
         self._has_weights, self._is_asleep = True, False
         self._number = 0
+        self._names: dict[str, None] = {}  # of the weights that were given
         self._running: dict[str, Running] = {}
         self._launched: list[tuple[Any, int]] = []  # batches that ran with older weights, and the weights' versions
         has_processes = alone and tensor_parallel_size > 1
@@ -114,11 +125,15 @@ class VllmEngine:
             "tensor_parallel_size": tensor_parallel_size,
             "enable_sleep_mode": sleep_level > 0,
             **(adapter_settings(lora_rank, lora_target_modules) if lora_rank else {}),
+            **(engine_fields_of_vision(given, processing or {}) if has_vision else {}),
         }
         self.engine, decoded = start(
             fields, on_cpu=on_cpu, alone=alone, has_processes=has_processes, is_patched=patches
         )
         self.core = Core(self.engine, decoded, on_cpu=on_cpu)
+        told: dict[str, Any] = {"trust_remote_code": trust_remote_code, "processing": processing}
+        self.features = Features(self.engine, model, tokenizer, **told) if has_vision else None
+        self.core.sees = has_vision
         self.engine.apply_model(check_experts)
         self.processes = ModelProcesses(self.engine.model_executor, device) if has_processes else None
         most = self.engine.model_config.max_logprobs
@@ -180,14 +195,25 @@ class VllmEngine:
         check_fits(prompts, sampling, self.max_model_len)
         stops = sorted(self.stop_token_ids | set(sampling.stop_token_ids))
         params = sampling_params(sampling, stops)
+        if self.features is not None:
+            self.features.words_alone(params)
+        images = prompts.images or [()] * len(prompts)
+        features = [self._features(seen, ids) for seen, ids in zip(images, prompts.prompt_ids, strict=True)]
         self.core.set_temperature(sampling.temperature or 1.0, is_running=bool(self._running))
         numbers = range(self._number, self._number + len(prompts))
         self._number = numbers.stop
         drawn = range(len(prompts)) if prompts.numbers is None else prompts.numbers.tolist()
-        for place, number, prompt_ids in zip(drawn, numbers, prompts.prompt_ids, strict=True):
+        for place, number, prompt_ids, seen in zip(drawn, numbers, prompts.prompt_ids, features, strict=True):
             params.seed = int(np.random.SeedSequence([seed, place]).generate_state(1)[0])
-            self._running[self.core.add(str(number), prompt_ids, params)] = Running(number, prompt_ids)
+            self._running[self.core.add(str(number), prompt_ids, params, seen)] = Running(number, prompt_ids)
         return numbers
+
+    def _features(self, images: Pictures, ids: np.ndarray) -> list[Any]:
+        """vLLM's features of the pictures whose tokens are among ``ids``."""
+        if self.features is None:
+            assert not images, "a language model is given no pictures"
+            return []
+        return self.features.of(images, ids, salt=str(self.core.cache_salt))
 
     def advance(self) -> list[Completion]:
         """One step of everything that is running; those that have finished with it."""
@@ -247,7 +273,7 @@ class VllmEngine:
         """
         if k > self.max_logprobs:
             raise ConfigError(
-                f"{k} likeliest tokens were asked for, but the engine's max_logprobs is {self.max_logprobs}"
+                f"the top {k} tokens were asked for, but the engine's max_logprobs is {self.max_logprobs}"
             )
         return self._scored(sequences, k, temperature)
 
@@ -266,12 +292,14 @@ class VllmEngine:
             max_tokens=1, temperature=0.0, prompt_logprobs=k, logprobs=k or None, ignore_eos=True, detokenize=False
         )
         scores = Scores([mask[1:] for mask in sequences.target_mask], k)
+        images = sequences.images or [()] * len(sequences)
         waiting: dict[str, int] = {}  # rows by request
         with self.core.aborting(waiting):
             with uninterrupted():
-                for row, input_ids in enumerate(sequences.input_ids):
+                for row, (input_ids, seen) in enumerate(zip(sequences.input_ids, images, strict=True)):
                     if scores.masks[row].any():
-                        waiting[self.core.add(f"score-{row}", input_ids[:-1] if k else input_ids, params)] = row
+                        ids = input_ids[:-1] if k else input_ids
+                        waiting[self.core.add(f"score-{row}", ids, params, self._features(seen, ids))] = row
             while waiting:
                 for output in self.core.step()[1]:
                     row = waiting.get(output.request_id, -1)
@@ -298,6 +326,7 @@ class VllmEngine:
         ``version``: of the policy that they are; None: one more than before.
         """
         assert self._has_weights or not part, "sleep level 2 dropped the others"
+        named_weights = self._noting(named_weights)
         if self.lora_rank:
             self.core.adapter = put_adapter(self.engine, self.lora_rank, named_weights)
         elif self.processes is not None:
@@ -309,14 +338,22 @@ class VllmEngine:
         self._has_weights = True
         self.core.forget_cached(is_running=bool(self._running))
 
+    def _noting(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in named_weights:
+            self._names[name] = None
+            yield name, weight
+
     def fingerprints(self) -> dict[str, int]:
         """Of the weights that the model holds: equal to ``fingerprints`` of what ``load_weights`` was given."""
         if self.lora_rank:
-            return adapter_fingerprints(self.engine, self.lora_rank)
+            found = adapter_fingerprints(self.engine, self.lora_rank)
+        else:
+            with uninterrupted():
+                fingerprinting = partial(model_fingerprints, self.engine.model_config.dtype)
+                found, *_ = self.engine.apply_model(fingerprinting)  # all processes find the same
         with uninterrupted():
-            fingerprinting = partial(model_fingerprints, self.engine.model_config.dtype)
-            found, *_ = self.engine.apply_model(fingerprinting)  # all processes find the same
-        return dict(found)
+            layers, *_ = self.engine.apply_model(partial(layers_of, list(self._names)))
+        return {layers.get(layer, layer): value for layer, value in found.items()}
 
     # Memory
 

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from rayhelper import ConfigError
-from trainers.parts.fingerprints import added_up, fingerprint, fingerprints, rows_of
+from trainers.parts.fingerprints import added_up, fingerprint, fingerprints, layer_of, rows_of
+from trainers.rollout.vllm.patches import plain_convolutions
 
+STACK = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 DERIVED = ("W_UK_T", "W_UV")  # parameters that vLLM computes from others: of latent attention (DeepSeek)
+OF_HEADS = ("A_log", "dt_bias")  # parameters of delta layers, a number per head: each worker has those of its heads
 COPIED = ("layer_scalar",)  # buffers of vLLM's that are weights of transformers' models (Gemma 4)
 
 
 def load(named_weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> None:
     """Takes the weights in place, and computes anew what vLLM has derived from those before."""
-    model.load_weights(iter(named_weights))
+    with plain_convolutions(model):
+        model.load_weights(as_in_files(named_weights, model))
     for module in model.modules():
         if hasattr(module, "kv_b_proj") and hasattr(module, DERIVED[0]):
             module.process_weights_after_loading(module.kv_b_proj.weight.dtype)
+
+
+def as_in_files(named_weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Stacks of experts as the model's own files have them: in those of Qwen3-VL rows and columns are exchanged."""
+    is_exchanged = any(getattr(module, "is_fused_checkpoint_transposed", False) for module in model.modules())
+    for name, weight in named_weights:
+        yield name, weight.transpose(1, 2) if is_exchanged and STACK.fullmatch(name) else weight
 
 
 # Models of vLLM that keep weights under other names, the other way round, or as another function of them
@@ -38,9 +50,29 @@ def check_experts(model: Any) -> None:
         )
 
 
+PEFT = "base_model.model."  # how names of an adapter's weights begin
+
+
+def layers_of(names: Iterable[str], model: Any) -> dict[str, str]:
+    """The checkpoint's layers of these weights, by the names that vLLM has for them, where those are others.
+
+    vLLM calls parts of models that see pictures by names of its own.
+    """
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return {}
+    found = {}
+    for name in names:
+        start = PEFT if name.startswith(PEFT) else ""
+        for own in mapper.apply_list([name.removeprefix(start)]):
+            found[layer_of(start + own)] = layer_of(name)
+    return {own: layer for own, layer in found.items() if own != layer}
+
+
 def scale_logits(factor: float, model: Any) -> None:
     """Logits are multiplied by ``factor``, beside the scale that some architectures have there themselves (Granite)."""
-    processor = model.logits_processor
+    speaks = model if hasattr(model, "logits_processor") else model.get_language_model()  # of one that sees
+    processor = speaks.logits_processor
     if not hasattr(processor, "scale_of_model"):
         processor.scale_of_model = processor.scale
     processor.scale = processor.scale_of_model * factor
@@ -67,6 +99,11 @@ def model_fingerprints(dtype: torch.dtype, model: Any) -> dict[str, int]:
     """
     if type(model).__name__ in UNLIKE:
         return {}
+    with plain_convolutions(model):
+        return _model_fingerprints(dtype, model)
+
+
+def _model_fingerprints(dtype: torch.dtype, model: Any) -> dict[str, int]:
     from vllm.distributed import parallel_state
 
     size, rank = (
@@ -92,7 +129,13 @@ def model_fingerprints(dtype: torch.dtype, model: Any) -> dict[str, int]:
                 if getattr(module, "num_kv_head_replicas", 1) > 1:
                     return {}
                 found = fingerprint(rows_of(name, weight))
-            elif weight.dim() > 2:  # experts
+            elif name in OF_HEADS:
+                width, rows = len(weight), rows_of(name, weight)
+                told = {"first_column": rank * width, "num_columns": size * width} if rows.dim() == 1 else {}
+                if told and width * rows.element_size() % 8:  # a word would be of two workers
+                    return {}
+                found = fingerprint(rows, **told)
+            elif weight.dim() > 2 and not module_name.endswith(("patch_embed.proj", ".conv1d")):  # experts
                 return {}
             else:  # every worker has it
                 found = fingerprint(rows_of(name, weight)) * (rank == 0)

@@ -8,6 +8,7 @@ The engine needs the other patches. Each looks for what it changes by its name.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -162,6 +163,39 @@ def pack_weights(packs: bool) -> bool:
         return False
     _custom_ops._supports_onednn = packs
     return bool(did)
+
+
+def plain_products() -> None:
+    """Small linear layers on a CPU with AMX multiply by their weights as these are, not by a packed copy of them.
+
+    vLLM (0.32) packs such weights of 16 bits as it loads a model (vllm/model_executor/layers/utils.py,
+    ``check_cpu_sgl_kernel``), and goes on with that copy whatever is loaded later. Where a version has no such function
+    nothing changes. Delete when weights that come later are packed too.
+    """
+    from vllm.model_executor.layers import utils
+
+    if hasattr(utils, "check_cpu_sgl_kernel"):
+        utils.check_cpu_sgl_kernel = lambda *_: False
+
+
+@contextlib.contextmanager
+def plain_convolutions(model: Any) -> Iterator[None]:
+    """Inside, convolutions of delta layers on a CPU have the weights of checkpoints; afterwards packed ones again.
+
+    vLLM (0.32) packs them in their place as it loads a model, and keeps the others beside
+    (vllm/model_executor/layers/utils.py, ``_cpu_unpacked_conv_weight``): weights that are loaded later would be read as
+    packed ones. Where a model has none, nothing changes. Delete when weights that come later are packed too.
+    """
+    packed = [module for module in model.modules() if hasattr(module, "_cpu_unpacked_conv_weight")]
+    for module in packed:
+        module.weight.data = module._cpu_unpacked_conv_weight.unsqueeze(1)
+    try:
+        yield
+    finally:
+        for module in packed:
+            from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
 def plain_experts() -> None:
@@ -354,11 +388,14 @@ def salt_again(scheduler: Any, salt: str) -> None:
             if not scheduler.kv_cache_manager.enable_caching:
                 return
             raise RuntimeError(
-                f"this version of vLLM has no {missing[0]} of requests, so that those that wait could begin with what "
-                "older weights computed. Set vllm_enable_prefix_caching: false."
+                f"this version of vLLM has no {missing[0]} of requests, so waiting requests could begin with "
+                "values of older weights. Set vllm_enable_prefix_caching: false."
             )
         if not request.num_computed_tokens:
             request.cache_salt = salt
+            for number, feature in enumerate(getattr(request, "mm_features", None) or ()):
+                identifier = f"{salt}:{feature.identifier.partition(':')[2]}"  # as ``vision/features.py`` writes it
+                request.mm_features[number] = dataclasses.replace(feature, identifier=identifier)
             request.block_hashes.clear()
             request.update_block_hashes()
 

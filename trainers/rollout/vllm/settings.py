@@ -11,6 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from rayhelper import ConfigError
 from rayhelper.text import nearest
 from trainers.batch import Prompts
+from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.reading.typed_values import typed
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf.settings import check_fields, keys_of_sampling, stop_token_ids
@@ -73,14 +74,17 @@ def checked_engine_kwargs(given: Mapping[str, Any], *, key: str = "vllm_engine_k
     from vllm.engine.arg_utils import EngineArgs
 
     types = {field.name: field.type for field in dataclasses.fields(EngineArgs)}
+    if isinstance(limit := given.get("limit_mm_per_prompt"), str):  # as ms-swift's command line writes it
+        given = {**given, "limit_mm_per_prompt": plain(limit)}
     taken = dict.fromkeys(_TAKEN, "other keys or the trainer set it.")
+    taken["mm_processor_kwargs"] = "write image_processor_kwargs, which the trainer reads too."
     taken["patches"] = "it is no field of vLLM's. Write the key vllm_patches, outside of any section."
     check_fields(given, key, "vLLM's EngineArgs", types, taken)
     for name in _ONE:
         if given.get(name) not in (None, 1):
             raise ConfigError(
-                f"{key}: {name} is {given[name]}, but an engine lies on the workers of its tensor parallelism alone, "
-                "and further workers of its role are further engines. Remove it."
+                f"{key}: {name} is {given[name]}, but an engine has only the workers of its tensor parallelism. "
+                "Further workers of its role are further engines. Remove it."
             )
     if given.get("quantization") is not None:
         from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
@@ -103,33 +107,46 @@ def _is_plain(hint: Any) -> bool:
     return all(member in (bool, int, float, str, NoneType) or get_origin(member) is Literal for member in members)
 
 
-def check_device(on_cpu: bool, *, dtype: str, sleep_level: int, lora_rank: int) -> None:
+def check_device(on_cpu: bool, *, sleep_level: int, dtype: str = "float32", lora_rank: int = 0) -> None:
     """Raises ConfigError for what vLLM cannot do on the device."""
     if on_cpu and sleep_level:
-        raise ConfigError(f"sleep_level={sleep_level}: vLLM frees memory of GPUs alone. Set it to 0.")
-    if on_cpu and dtype != "float32":
-        raise ConfigError("the vllm engine on a CPU takes weights in float32 alone: set dtype: float32.")
+        raise ConfigError(f"sleep_level={sleep_level}: vLLM frees only memory of GPUs. Set it to 0.")
     if lora_rank and not on_cpu and dtype == "float32":
-        raise ConfigError("vLLM runs adapters on GPUs in bfloat16 alone: set dtype: bfloat16.")
+        raise ConfigError("vLLM runs adapters on GPUs only in bfloat16: set dtype: bfloat16.")
 
 
 # What vLLM (0.32) lacks on a CPU for models of a type, which would end a run in its first step
 NOT_ON_CPU = {
-    "qwen3_next": "its gated delta layers take bfloat16 alone there, and the engine's weights are float32",
-    "minimax_m2": "its experts are chosen by a softmax alone there, and the model's are by a sigmoid",
+    "qwen3_next": "its gated delta layers take only bfloat16 there, and the engine's weights are float32",
+    "minimax_m2": "its experts are chosen only by a softmax there, and the model's are by a sigmoid",
+    "qwen3_5_moe_text": "its gated delta layers take only bfloat16 there, and its experts only float32",
 }
+DELTA_ON_CPU = ("qwen3_5_text",)  # gated delta layers, which vLLM runs on a CPU in bfloat16 alone
+DELTA_WIDTH = 128  # of their heads
 
 
-def check_model_on_cpu(model: str | Path, *, trust_remote_code: bool = False) -> None:
-    """Raises ConfigError for the folder of a model that vLLM loads on a CPU but cannot run."""
+def check_model_on_cpu(model: str | Path, *, dtype: str = "float32", trust_remote_code: bool = False) -> None:
+    """Raises ConfigError for a model that vLLM loads on a CPU but cannot run, or not in this dtype."""
     from transformers import AutoConfig
 
-    if not Path(model).is_dir():
-        return
-    kind = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config().model_type
+    config: Any = None
+    if Path(model).is_dir():
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
+    kind = getattr(config, "model_type", "")
     if kind in NOT_ON_CPU:
         raise ConfigError(
             f"rollout_engine: vllm cannot run {kind} on a CPU: {NOT_ON_CPU[kind]}. Take rollout_engine: hf, or a GPU."
+        )
+    if kind not in DELTA_ON_CPU:
+        if dtype != "float32":
+            raise ConfigError("the vllm engine on a CPU takes weights in float32 alone: set dtype: float32.")
+        return
+    widths = (config.linear_key_head_dim, config.linear_value_head_dim)
+    if dtype != "bfloat16" or widths != (DELTA_WIDTH, DELTA_WIDTH):
+        raise ConfigError(
+            f"the vllm engine on a CPU runs {kind} in bfloat16 alone, with heads of {DELTA_WIDTH} in its gated delta "
+            f"layers; dtype is {dtype}, and the heads have {widths[0]} and {widths[1]}. Set dtype: bfloat16, or take "
+            "rollout_engine: hf, or a GPU."
         )
 
 

@@ -25,6 +25,7 @@ from trainers.rollout.vllm.patches import (
     own_classes,
     pack_weights,
     plain_experts,
+    plain_products,
     quick_allocation,
     quick_update,
     small_blocks_decode,
@@ -161,6 +162,7 @@ def _plain_weights(on_cpu: bool) -> Iterator[None]:
     packed = pack_weights(False) if on_cpu else False
     if on_cpu:
         plain_experts()
+        plain_products()
         flat_rotations()
     try:
         yield

@@ -93,7 +93,7 @@ def refused_late(cls: type, name: str, importer: str) -> RoleError:
     return RoleError(
         f"{cls.__name__} cannot be constructed: a function of module {importer!r} imports {name!r} when it runs, and "
         f"workers would run another source of it than the driver, as {file_of(name)} was edited since one of them "
-        f"imported it. Import {name!r} at the top of {importer!r}, or reload it and start the workers anew: "
+        f"imported it. Import {name!r} at the top of {importer!r}, or reload it and start the workers again: "
         "RayHelper.teardown(), then RayHelper.initialize(...)."
     )
 
@@ -102,7 +102,8 @@ def not_by_value(cls: type, names: Iterable[str], error: Exception) -> RoleError
     """The error for modules that must travel by value and hold what cannot."""
     listed = ", ".join(f"{name!r} ({file_of(name)})" for name in sorted(names))
     return RoleError(
-        f"{cls.__name__} cannot be constructed: what these modules hold cannot be sent to workers, which lack them or "
-        f"run another source of them than the driver: {listed}: {error}. Make the modules importable on every node, or "
-        "start the workers anew: RayHelper.teardown(), then RayHelper.initialize(...)."
+        f"{cls.__name__} cannot be constructed: the contents of these modules cannot be sent to workers. The "
+        f"workers lack the modules, or run another source of them than the driver: {listed}: {error}. Make the "
+        "modules importable on every node, or "
+        "start the workers again: RayHelper.teardown(), then RayHelper.initialize(...)."
     )

@@ -122,7 +122,7 @@ def targets_of(module: Any, tuner: str, settings: Mapping[str, Any], frozen: Seq
             fields.setdefault("exclude_modules", without)
         return spelled_out(module, fields)
     if any(name.endswith(".experts") for name, _ in module.named_modules()):
-        logger.info("lora_target_modules: all-linear leaves out experts, which tuner_type: lora alone changes")
+        logger.info("lora_target_modules: all-linear leaves out experts, which only tuner_type: lora changes")
     targets = fields["target_modules"]
     others = [name for name in ([] if isinstance(targets, str) else targets) if name != ALL_LINEAR]
     return {**fields, "target_modules": [*(name for name in _linear_layers(module) if name not in without), *others]}

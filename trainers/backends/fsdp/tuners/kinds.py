@@ -46,7 +46,7 @@ def peft_config(tuner: str, fields: Mapping[str, Any], *, num_training_steps: in
         fields["total_step"] = num_training_steps
         first, last = fields.get("init_r", 12), fields.get("target_r", 8)
         if not first > last:
-            raise ConfigError(f"adalora: init_r is {first}, which must be above target_r, {last}: ranks are taken away")
+            raise ConfigError(f"adalora: init_r is {first}, which must be above target_r, {last}: the ranks decrease")
     elif tuner == "ia3":
         fields.setdefault("feedforward_modules", FEED_FORWARD)
     try:

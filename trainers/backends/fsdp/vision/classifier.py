@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainers.data.images.processor import is_vision
+from trainers.data.images.processor import is_vision, seeing_part
 
 ENDING = "ForSequenceClassification"
 
@@ -21,7 +21,8 @@ def classifier_class(configuration: Any) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     kind = type(configuration)
-    if is_vision(configuration) and MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(kind, None) is None:
+    is_whole = seeing_part(configuration) is configuration  # of a part of a model there is no class
+    if is_whole and is_vision(configuration) and MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(kind, None) is None:
         AutoModelForSequenceClassification.register(kind, _made_for(kind), exist_ok=True)  # kind is transformers' own
     return AutoModelForSequenceClassification
 

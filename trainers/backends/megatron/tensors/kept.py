@@ -1,6 +1,7 @@
 """What a checkpoint has beside the tensors that are trained: it comes out of an export byte for byte as it came.
 
-Layers that predict further tokens (``mtp.``), and what is frozen of the vision tower of a model that also sees.
+Layers that predict further tokens (``mtp.``), and of a model that also sees what is frozen of its vision tower. Of one
+that also hears and speaks the parts for that.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-TOWER = ("model.visual.", "visual.")  # beginnings of names; the second in files of Qwen2.5-VL
-KEPT = ("mtp.", *TOWER)
-FILES = "*processor_config.json"  # of the processor, which a model that also sees has
+from trainers.backends.megatron.tensors.names import BESIDE, SIGHT, canonical
+
+FILES = ("*processor_config.json", "spk_dict.pt")  # of a model that also sees, and of one that speaks
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,15 @@ class KeptTensors:
 
     @classmethod
     def of(
-        cls, folder: Path, files: Iterable[Path], beginnings: tuple[str, ...] = KEPT, without: Collection[str] = ()
+        cls, folder: Path, files: Iterable[Path], beside: Collection[str] = BESIDE, without: Collection[str] = ()
     ) -> KeptTensors:
-        """``without``: names of tensors that are trained."""
+        """``beside``: how names begin of what is kept beside the parts that see; ``without``: what is trained of it."""
         found, sizes = {}, {}
         for file in files:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
-                    if name.startswith(beginnings) and name not in without:
+                    is_kept = canonical(name).startswith(SIGHT) or name.startswith(tuple(beside))
+                    if is_kept and name not in without:
                         found[name] = file
                         tensor = opened.get_slice(name)
                         sizes[name] = math.prod(tensor.get_shape()) * _bytes_each(tensor.get_dtype())
@@ -48,9 +50,11 @@ class KeptTensors:
             return tensor
 
     def copy_files(self, folder: Path) -> None:
-        """Those of the processor, into a folder that may be the same."""
-        for file in sorted(self.folder.glob(FILES)) if self.folder is not None else ():
-            if folder.resolve() != file.parent.resolve():
+        """``FILES``, into a folder that may be the same."""
+        if self.folder is None or folder.resolve() == self.folder.resolve():
+            return
+        for pattern in FILES:
+            for file in sorted(self.folder.glob(pattern)):
                 (folder / file.name).write_bytes(file.read_bytes())
 
 

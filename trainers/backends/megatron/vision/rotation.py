@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-TOGETHER = (
-    "qwen2_vl_text",
-    "qwen2_5_vl_text",
-)  # the angles of one position stand together; of later models they take turns
+TOGETHER = (  # the angles of one position stand together; of later models they take turns
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"),
+)
 
 
 def axes_of(hf: Any) -> torch.Tensor | None:

@@ -7,11 +7,14 @@
 
 Every worker of the first stage has the whole tower, and sees all pictures of its micro-batches. Other workers know from
 it where pictures stand, by which queries and keys are turned.
+
+Of a model that also hears and speaks (Qwen-Omni) it is that of the thinker. The other parts are not built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +22,21 @@ import torch
 
 from rayhelper import ConfigError
 from trainers.backends.fsdp.documents import backbone, picture_positions
+from trainers.backends.fsdp.hf_model import zero_dropout
 from trainers.backends.fsdp.optimizer import decayed_names
 from trainers.backends.fsdp.vision.parts import Part
 from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.backends.megatron.architectures import num_later, too_few_layers
 from trainers.backends.megatron.attention import Added, looked_up
 from trainers.backends.megatron.packing import Pictures
-from trainers.backends.megatron.tensors.kept import TOWER
+from trainers.backends.megatron.tensors.names import THINKER
 from trainers.backends.scores.inputs import Inputs
 from trainers.batch import on_device
-from trainers.data.images.processor import is_vision
+from trainers.data.images.processor import is_vision, seeing_part
 
 FROZEN: dict[str, Any] = {"frozen": ["vit", "aligner"]}  # as in ms-swift
 FEATURES = ("pooler_output", "deepstack_features")  # of what a tower gives
+MODULES = ("visual", "vision_tower", "multi_modal_projector")  # of transformers' models, that make features together
 
 
 class Tower:
@@ -55,29 +60,38 @@ class Tower:
         from transformers import AutoModelForImageTextToText
 
         with torch.device("meta"):
-            whole = AutoModelForImageTextToText.from_config(configuration, dtype=dtype)
+            whole = AutoModelForImageTextToText.from_config(seeing_part(configuration), dtype=dtype)
         options: dict[str, Any] = {"processing": processing, "frozen": frozen, "rates": rates}
         self.vision = Vision(whole, model, trust_remote_code=trust_remote_code, **options)
-        self.part = backbone(whole)
+        part = backbone(whole)
+        self.part = part if hasattr(part, "get_image_features") else whole  # a thinker's backbone is blind
+        self.inner = f"{THINKER}model." if self.part is whole else "model.language_model."  # of the whole in memory
         self.dtype, self.is_here, self.freezes_language = dtype, False, "llm" in frozen
-        weights = dict(self.part.visual.named_parameters())
-        self.shapes = {f"{TOWER[0]}{name}": tuple(weight.shape) for name, weight in weights.items()}
-        self.learned = {f"{TOWER[0]}{name}" for name, weight in weights.items() if weight.requires_grad}
+        weights = {f"model.{name}": weight for name, weight in self.part.named_parameters() if name.startswith(MODULES)}
+        self.shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+        self.learned = {name for name, weight in weights.items() if weight.requires_grad}
 
     @classmethod
     def of(cls, configuration: Any, model: str | Path, **options: Any) -> Tower | None:
         """That of a vision model; None for others."""
         return cls(configuration, model, **options) if is_vision(configuration) else None
 
-    def build(self) -> Any:
-        """The tower as a module of the first stage, with weights that are yet to be loaded."""
-        empty = self.part.visual
-        with torch.random.fork_rng(devices=[]):
-            made = type(empty)(empty.config).to(self.dtype)
-        for weight, like in zip(made.parameters(), empty.parameters(), strict=True):
-            weight.requires_grad_(like.requires_grad)
-        self.part.visual, self.is_here = made, True
-        return made
+    @property
+    def modules(self) -> dict[str, Any]:
+        """The parts of the model that make features of pictures, by their names in it."""
+        return {name: getattr(self.part, name) for name in MODULES if hasattr(self.part, name)}
+
+    def build(self) -> dict[str, Any]:
+        """The same as modules of the first stage, with weights that are yet to be loaded, and without dropout."""
+        for name, empty in self.modules.items():
+            with torch.random.fork_rng(devices=[]):
+                made = type(empty)(copy.deepcopy(getattr(empty, "config", self.part.config))).to(self.dtype)
+            zero_dropout(made)
+            for weight, like in zip(made.parameters(), empty.parameters(), strict=True):
+                weight.requires_grad_(like.requires_grad)
+            setattr(self.part, name, made)
+        self.is_here = True
+        return self.modules
 
     def join(self, stage: Any) -> None:
         """Makes the tower a part of the first stage.
@@ -85,20 +99,32 @@ class Tower:
         Raises:
             ConfigError: the stage has too few layers for the features that are added behind them.
         """
-        stage.visual = self.build()
         layers = stage.decoder.layers
         if mistake := too_few_layers(self.part.config, len(layers)):
             raise ConfigError(mistake)
         for number in range(num_later(self.part.config)):
             layers[number].register_forward_hook(_adding(number), with_kwargs=True)
-        decayed, prefix = decayed_names(stage.visual), TOWER[0]
-        for name, weight in stage.visual.named_parameters():
-            weight.decays, weight.rate = name in decayed, self.vision.rates.get(prefix + name)
-            weight.sequence_parallel = stage.config.sequence_parallel  # each worker has those of its own tokens
+        beginning = "" if self.part is self.vision.module else "model."  # of names in the whole
+        for part, module in self.build().items():
+            setattr(stage, part, module)
+            decayed = decayed_names(module)
+            for name, weight in module.named_parameters():
+                weight.decays, weight.rate = name in decayed, self.vision.rates.get(f"{beginning}{part}.{name}")
+                weight.sequence_parallel = stage.config.sequence_parallel  # each worker has those of its own tokens
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether tokens of pictures are turned by time, height and width (vision/rotation.py)."""
+        return hasattr(self.part, "get_rope_index")
 
     def positions(self, inputs: Inputs) -> torch.Tensor:
         """(3, B, T) positions of the tokens of documents with pictures: time, height, width."""
-        return picture_positions(self.part, inputs)
+        return picture_positions(self.part, inputs).long()
+
+    def is_feature(self, ids: torch.Tensor) -> torch.Tensor:
+        """Whether tokens are places of features; of the ids' shape. Beside these others may mark a picture's ends."""
+        found: torch.Tensor = ids == self.part.config.image_token_id
+        return found
 
     def put_in(
         self, hidden: torch.Tensor, pictures: Pictures | None, spread_over: Any
@@ -127,12 +153,13 @@ class Tower:
         pixels = {name: on_device(value, device) for name, value in pictures.pixels.items()}
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.learned)):
             found = self.part.get_image_features(**pixels, return_dict=True)
-        first, *later = (getattr(found, name, None) or () for name in FEATURES)
-        return [torch.cat(list(first)), *(torch.cat(list(layer)) for layers in later for layer in layers)]
+        first, later = (getattr(found, name, None) for name in FEATURES)
+        return [torch.cat(list(layer)) for layer in (first, *(later or ()))]
 
     def _without(self, hidden: torch.Tensor) -> torch.Tensor:
         """The same embeddings, where weights of the tower learn: they get gradients of zero in every pass."""
-        learning = [weight for weight in self.part.visual.parameters() if weight.requires_grad]
+        parameters = (weight for module in self.modules.values() for weight in module.parameters())
+        learning = [weight for weight in parameters if weight.requires_grad]
         if not learning or not torch.is_grad_enabled():
             return hidden
         nothing = torch.stack([weight.flatten()[0].float() for weight in learning]).sum() * 0.0
@@ -172,8 +199,7 @@ def _adding(number: int) -> Any:
 
 def freeze_language(stage: Any) -> None:
     """Ends the training of all weights but those of the tower."""
-    learned: Iterable[Any] = stage.visual.parameters() if stage.pre_process else ()
-    kept = [weight for weight in learned if weight.requires_grad]
+    kept = [weight for name, weight in stage.named_parameters() if name.startswith(MODULES) and weight.requires_grad]
     stage.requires_grad_(False)
     for weight in kept:
         weight.requires_grad_(True)

@@ -1,0 +1,1 @@
+"""What the ``vllm`` engine needs beside prompts of text for a model that sees pictures."""

@@ -1,0 +1,178 @@
+"""The pictures of prompts, as vLLM takes them.
+
+    features = Features(engine, processor)
+    features.of(pictures, prompt_ids, salt="0")     # vLLM's MultiModalFeatureSpec, one per picture
+
+The trainer's processor has put the tokens of all pictures into a prompt. vLLM's own processor makes the pixels and says
+which tokens a picture has. Both must say the same: nothing is tokenized again, and a prompt whose tokens differ is an
+error. Pixels are made once for all completions of a prompt.
+
+vLLM keeps what its vision tower made of a picture under the feature's identifier. It begins with ``salt``, which is
+another one after new weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rayhelper import ConfigError
+from trainers.backends.fsdp.vision.pixels import documents_of
+from trainers.data.images.pictures import Picture, Pictures
+from trainers.data.images.processor import is_vision, load_processor
+
+CACHE_BYTES = 2**30
+NEVER = -100.0  # nats: the most that vLLM lets a bias take from a logit
+Known = list[tuple[np.ndarray, Any]]  # of each picture: its tokens, and vLLM's feature
+
+
+def sees(model: str | Path, *, trust_remote_code: bool = False) -> bool:
+    """Whether the model of a folder or hub name sees pictures."""
+    from transformers import AutoConfig
+
+    return is_vision(AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code))
+
+
+def check_sees(model: str | Path, key: str, *, trust_remote_code: bool = False) -> None:
+    """Raises ConfigError if the folder of a model sees pictures and vLLM cannot read them; ``key`` chose vLLM."""
+    if Path(model).is_dir() and sees(model, trust_remote_code=trust_remote_code):
+        check_torchvision(key)
+
+
+def check_torchvision(key: str = "rollout_engine") -> None:
+    """Raises ConfigError if torchvision is not installed: vLLM needs it for models that see pictures."""
+    if find_spec("torchvision") is None:
+        raise ConfigError(
+            f"{key}: vllm needs torchvision for a model that sees pictures, and it is not installed. Run "
+            "pip install torchvision (the version for your torch), or write hf."
+        )
+
+
+def engine_fields_of_vision(given: Mapping[str, Any], processing: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of vLLM's EngineArgs for a model that sees pictures.
+
+    ``given``: those of the configuration; ``processing``: arguments of the image processor in place of its own.
+    """
+    return {
+        "skip_tokenizer_init": False,  # its processor has a tokenizer
+        "mm_processor_cache_gb": given.get("mm_processor_cache_gb", 0),  # ``Features`` keeps what was processed
+        "limit_mm_per_prompt": {"video": 0} | dict(given.get("limit_mm_per_prompt") or {}),
+        **({"mm_processor_kwargs": dict(processing)} if processing else {}),
+    }
+
+
+class Features:
+    """What vLLM's processor makes of pictures. ``engine``: vLLM's LLMEngine."""
+
+    def __init__(
+        self,
+        engine: Any,
+        model: str | Path,
+        tokenizer: Any,
+        *,
+        trust_remote_code: bool = False,
+        processing: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.engine = engine
+        told: dict[str, Any] = {"trust_remote_code": trust_remote_code, "processing": processing}
+        processor = load_processor(str(model), tokenizer=tokenizer, **told)
+        self.picture_ids = [int(token) for token in processor.image_token_ids if token is not None]
+        self.place_ids = tokenizer(processor.image_token, add_special_tokens=False)["input_ids"]
+        self.tasks = engine.get_supported_tasks()
+        self._kept: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
+        self._num_bytes = 0
+
+    def of(self, pictures: Pictures, prompt_ids: np.ndarray, *, salt: str) -> list[Any]:
+        """vLLM's features of the pictures, at the places of their tokens in ``prompt_ids``.
+
+        Raises:
+            ConfigError: vLLM gives a picture other tokens than the prompt has, or takes fewer pictures.
+        """
+        flat = tuple(chain.from_iterable(documents_of(pictures))) if pictures else ()
+        known = self._known(flat)
+        found: list[Any] = []
+        start = 0
+        for tokens, feature in known:
+            place = _place(tokens, prompt_ids, start)
+            if place is None:
+                raise _mismatch(len(found), len(flat), tokens)
+            position = replace(feature.mm_position, offset=place)
+            found.append(replace(feature, mm_position=position, identifier=f"{salt}:{feature.identifier}"))
+            start = place + len(tokens)
+        own = sum(int(np.isin(tokens, self.picture_ids).sum()) for tokens, _ in known)
+        if (number := int(np.isin(prompt_ids, self.picture_ids).sum())) != own:
+            raise ConfigError(
+                f"the trainer's processor gives the {len(flat)} pictures of a prompt {number} tokens, and vLLM's gives "
+                f"them {own}. Write rollout_engine: hf for this model."
+            )
+        return found
+
+    def words_alone(self, params: Any) -> None:
+        """Draws no token that stands for a part of a picture; ``params``: vLLM's SamplingParams, changed in place."""
+        params.logit_bias = {**(params.logit_bias or {}), **dict.fromkeys(self.picture_ids, NEVER)}
+
+    def _known(self, pictures: tuple[Picture, ...]) -> Known:
+        if not pictures:
+            return []
+        key = tuple(picture.key for picture in pictures)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        found = self._processed(pictures, hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest())
+        self._kept[key] = found
+        self._num_bytes += _num_bytes(found)
+        while self._num_bytes > CACHE_BYTES and len(self._kept) > 1:
+            _, gone = self._kept.popitem(last=False)
+            self._num_bytes -= _num_bytes(gone)
+        return found
+
+    def _processed(self, pictures: tuple[Picture, ...], name: str) -> Known:
+        """A prompt of places of pictures alone, through vLLM's processor."""
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
+
+        prompt = {
+            "prompt_token_ids": [token for _ in pictures for token in self.place_ids],
+            "multi_modal_data": {"image": [picture.image() for picture in pictures]},
+            "multi_modal_uuids": {"image": [f"{name}-{number}" for number in range(len(pictures))]},
+        }
+        try:
+            request = self.engine.input_processor.process_inputs(
+                name, prompt, SamplingParams(max_tokens=1, detokenize=False), supported_tasks=self.tasks
+            )
+        except (ValueError, VLLMValidationError) as error:
+            said = " ".join(str(error).split())
+            raise ConfigError(f"vLLM does not take the {len(pictures)} pictures of a prompt: {said}") from error
+        ids = np.array(request.prompt_token_ids, np.int64)
+        spans = [(feature, feature.mm_position.offset) for feature in request.mm_features]
+        return [(ids[start : start + feature.mm_position.length], feature) for feature, start in spans]
+
+
+def _place(tokens: np.ndarray, ids: np.ndarray, start: int) -> int | None:
+    """Where ``tokens`` stand in ``ids``, at ``start`` or behind it, first; None: nowhere."""
+    last = len(ids) - len(tokens)
+    if start > last:
+        return None
+    windows = np.lib.stride_tricks.sliding_window_view(ids[start:], len(tokens))
+    found = np.flatnonzero((windows == tokens).all(1))
+    return int(found[0]) + start if len(found) else None
+
+
+def _mismatch(number: int, count: int, tokens: np.ndarray) -> ConfigError:
+    return ConfigError(
+        f"vLLM's processor gives picture {number} of the {count} of a prompt {len(tokens)} tokens, and the trainer's "
+        "processor gives it others. Write rollout_engine: hf for this model."
+    )
+
+
+def _num_bytes(known: Known) -> int:
+    tensors = [value for _, feature in known for value in feature.data.get_data().values() if hasattr(value, "numel")]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

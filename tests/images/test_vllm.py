@@ -41,7 +41,7 @@ def test_weights_of_all_parts_come_anew(found: dict[str, Any]) -> None:
     parts = found["fingerprints"]
     for part in ("patch_embed.proj", "visual.blocks.0", "visual.merger.mlp.0", "layers.0", "embed_tokens", "lm_head"):
         assert any(part in name for name in parts), part
-    assert "1 of 1 parts of the engine's model are not what the trainer has" in found["stale tower"]
+    assert "1 of 1 parts of the engine's model differ from the trainer's" in found["stale tower"]
 
 
 def test_no_token_of_a_picture_is_drawn(found: dict[str, Any]) -> None:

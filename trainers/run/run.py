@@ -583,7 +583,6 @@ def _check_same_order(saved: Mapping[str, Any], order: Mapping[str, Any], checkp
     if changed:
         raise ConfigError(
             f"resume_from_checkpoint: {checkpoint} belongs to a run that read the data in another order "
-            f"({'; '.join(changed)}), so that rows would be repeated or left out. Change that back, or start a "
-            "new run from the checkpoint as model. global_batch_size keeps the sequences of a step for any number "
-            "of workers."
+            f"({'; '.join(changed)}), so that rows would be repeated or left out. Change that back (global_batch_size "
+            "keeps the sequences of a step), or start a new run from the checkpoint as model."
         )

@@ -445,10 +445,9 @@ class Run:
         folder = self.output_dir / self.best.checkpoint
         if folder == checkpoint_folder(self.output_dir, self.step):
             return
-        with self.signals.watch.saving():
-            self.wait_until_written()
         logger.info("load_best_model_at_end: the final model is that of %s", folder)
-        with self.stopwatch.stopped(), self.signals.watch.loading():
+        with self.stopwatch.stopped(), self.signals.watch.saving():
+            self.wait_until_written()
             load(folder)
 
     def write(self, folder: Path, save: SaveFunction, tokenizer: Any, state: Mapping[str, Any] | None) -> None:

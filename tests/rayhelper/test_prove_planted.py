@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,9 +19,11 @@ from rayhelper.prove.causes import of_error
 from rayhelper.prove.on_worker import Note, OnWorker
 from rayhelper.prove.runs import APART, TORCHRUN, TWO_APART, proof_of, proof_of_class
 from rayhelper.prove.watching import Seen
+from tests import warm
 from tests.conftest import without_runtime
 from tests.rayhelper import prove_planted as planted
 
+ROOT = Path(__file__).resolve().parents[2]
 STRICT = ("off", "one worker, strict")
 TWO = ("one worker, strict", "two workers")
 RAY = ("two workers", "two workers on Ray")
@@ -155,11 +159,34 @@ def test_a_class_is_proved_as_its_device_groups_place_its_roles() -> None:
     assert (found, made) == ([], ("off", "one worker, strict", "two workers"))
 
 
-@pytest.mark.parametrize("cls", ON_RAY, ids=lambda cls: cls.__name__)
-def test_a_difference_between_processes_is_named(ray_cluster: None, cls: type) -> None:
+def is_named_on_ray(cls: type) -> None:
     found = [one for one in prove_class(cls, {}, torchrun=False) if one.runs == RAY]
     assert found
     as_expected(found[0], ON_RAY[cls])
+
+
+@pytest.mark.parametrize(
+    "cls", [cls for cls in ON_RAY if cls is not planted.VocabularyOfSet], ids=lambda cls: cls.__name__
+)
+def test_a_difference_between_processes_is_named(ray_cluster: None, cls: type) -> None:
+    is_named_on_ray(cls)
+
+
+ALONE = """
+import sys
+
+from tests.rayhelper import prove_planted, test_prove_planted
+
+sys.executable = sys.argv[1]
+test_prove_planted.is_named_on_ray(prove_planted.VocabularyOfSet)
+"""
+
+
+def test_an_order_of_the_hash_seed_is_named() -> None:
+    """In a Python of its own: the processes of the tests and of their cluster are forks, with one hash seed."""
+    command = [sys.executable, "-c", ALONE, warm.python()]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 SOURCE = """

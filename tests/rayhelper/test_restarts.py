@@ -441,7 +441,8 @@ def test_chaos_nothing_is_lost_doubled_or_left_behind(ray_cluster: None) -> None
     """A hundred calls, some in flight together; five times a worker is killed, anywhere in them."""
     rng = random.Random(7)
     killed: list[psutil.Process] = []
-    others = workers()
+    hosts: set[psutil.Process] = set()
+    others = set(workers())
     together = {"device": "CPU", "ranks": 3, "workers": ["score", "train", "judge"], "restarts": 1000}
     with without_runtime(), RayHelper.session({"all": together}):
         mortal = Mortal(scale=3)
@@ -451,23 +452,28 @@ def test_chaos_nothing_is_lost_doubled_or_left_behind(ray_cluster: None) -> None
             in_flight.append((items, mortal.scaled.defer(items)))
             if call % 20 == 9:
                 time.sleep(rng.uniform(0.0, 0.01))
+                hosts |= set(workers()) - others
                 killed.append(rng.choice([process for process in workers() if process not in others]))
                 killed[-1].kill()
             while len(in_flight) > 5 or (in_flight and call == 99):
                 asked, future = in_flight.pop(0)
                 assert future.result() == [3 * item for item in asked]
+        hosts |= set(workers()) - others
     assert len(set(killed)) == 5
-    _, left = psutil.wait_procs([process for process in workers() if process not in others], timeout=60)
+    _, left = psutil.wait_procs(hosts, timeout=60)
     assert not left
     assert not [process for process in killed if process.is_running() and process.status() != "zombie"]
 
 
 def workers() -> list[psutil.Process]:
     """The processes that host groups on this process's cluster."""
+    from ray._private.state import actors
+
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for actor in actors().values():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != "zombie" and "ray::Host" in " ".join(process.cmdline()):
+            process = psutil.Process(actor["Pid"]) if actor["State"] == "ALIVE" else None
+            if process and process.status() != "zombie" and "ray::Host" in " ".join(process.cmdline()):
                 found.append(process)
     return found
 

@@ -122,7 +122,8 @@ def _check_megatron(config: TunerConfig) -> None:
         raise ConfigError("lora_target_modules: auto is peft's choice, for backend: fsdp. Write all-linear, or names.")
     if "all-linear" in config.lora_target_modules != ["all-linear"]:
         raise ConfigError(
-            "lora_target_modules: with backend: megatron all-linear must be the only entry. Remove the other names."
+            "lora_target_modules: with backend: megatron all-linear must be the only entry. Write lora_target_modules: "
+            "all-linear."
         )
 
 

@@ -1,12 +1,13 @@
 """The best checkpoint of a run, by the evaluation at its step, and the end of a run that gets no better.
 
 ``metric_for_best_model`` says by which number; ``early_stop_interval`` how many checkpoints in a row may be no better.
+At the end of a run: what evaluation found before and after.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,15 @@ def is_greater_better(config: SavingConfig) -> bool:
     if config.greater_is_better is None:
         return not str(config.metric_for_best_model).endswith("loss")
     return config.greater_is_better
+
+
+def before_and_after(first: Mapping[str, float], last: Mapping[str, float]) -> Iterator[str]:
+    """A line for each reward, loss and accuracy that an evaluation gave before the first step and at the end."""
+    for name, after in last.items():
+        before = first.get(name)
+        is_reward = "rewards/" in name and name.endswith("/mean")
+        if before is None or not (is_reward or name.endswith(("loss", "accuracy", "accuracies"))):
+            continue
+        is_share = not name.endswith("loss") and min(before, after) >= 0 and max(before, after) <= 1
+        told = [f"{value:.1%}" if is_share else f"{value:.4g}" for value in (before, after)]
+        yield f"{name}: {told[0]} before, {told[1]} after"

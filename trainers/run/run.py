@@ -42,7 +42,7 @@ from trainers.patches import notices_exit
 from trainers.report.command import write_of
 from trainers.run import origin
 from trainers.run.bad_steps import BAD_STEPS, BadSteps
-from trainers.run.best import Best
+from trainers.run.best import Best, before_and_after
 from trainers.run.folder_lock import FolderLock, held
 from trainers.run.going_on import CONTINUE, builds_model, is_going_on, resume_asked
 from trainers.run.header import header, start_lines, trainer_name
@@ -538,18 +538,6 @@ class Run:
                     "a larger max_steps or num_train_epochs"
                 )
         return self.last
-
-
-def before_and_after(first: Mapping[str, float], last: Mapping[str, float]) -> Iterator[str]:
-    """A line for each reward, loss and accuracy that an evaluation gave before the first step and at the end."""
-    for name, after in last.items():
-        before = first.get(name)
-        is_reward = "rewards/" in name and name.endswith("/mean")
-        if before is None or not (is_reward or name.endswith(("loss", "accuracy", "accuracies"))):
-            continue
-        is_share = not name.endswith("loss") and min(before, after) >= 0 and max(before, after) <= 1
-        told = [f"{value:.1%}" if is_share else f"{value:.4g}" for value in (before, after)]
-        yield f"{name}: {told[0]} before, {told[1]} after"
 
 
 @RayHelper.function(group="driver", execute="first")

@@ -10,6 +10,7 @@
     adapter.py      a LoRA adapter apart from the model
     processes.py    vLLM's own processes under one engine
     cpu_worker.py   such a process on a CPU
+    vision/         the pictures of prompts
     patches.py      changes to vLLM
     decoding.py     what they put in the place of vLLM's functions
 

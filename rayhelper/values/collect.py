@@ -110,7 +110,7 @@ def _flattened(values: list[Any], places: Places, label: str) -> Any:
     raise CollectError(
         f"{label} is {describe(values[0])} on shard 0 of {len(values)}, which collect='flatten' cannot join. It joins "
         "lists, tuples of lists, tensors, arrays, mappings of columns, tables, and types with a `concat` class method. "
-        "Return one of these, or a list of one value. Or pass a callable, such as collect=sum. Or use "
+        "Return one of these, or a list of one value. Or pass a callable as collect, such as collect=sum. Or use "
         "collect='none' for the list of values."
     )
 

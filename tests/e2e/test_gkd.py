@@ -591,7 +591,7 @@ def test_what_nobody_could_learn_from_is_refused_before_anything_is_built(model:
     prompts = [{"prompt": "a bee"}]
     long = [{"prompt": "a bee", "completion": " sees two deer near the sea"}]
     for keys, message in (
-        ({"teacher_model": None}, "some rows have no 'teacher_prompt'"),
+        ({"teacher_model": None}, "every row needs a 'teacher_prompt'"),
         ({"teacher_model": model, "dataset": prompts}, "but its rows have none"),
         ({"teacher_model": model, "dataset": long, "max_length": 20}, "Raise max_length"),
         ({"teacher_model": model, "gkd_logits_topk": 261}, "more than the vocabulary of 260 tokens"),

@@ -91,6 +91,8 @@ class FsdpBackend(Scoring):
     the token that predicts a target or at itself; ``pooling``: of embeddings, likewise. Raises ConfigError if the model
     then would not keep the documents apart (``documents.py``).
     ``optimizer_offload``: the optimizer's states are in the memory of the host, and come in pieces to change weights.
+    ``cuda_graphs``: on a single GPU, passes of ``step`` are captured and rows joined (``one_worker/passes.py``);
+    ``torch_compile`` auto: layers are compiled for these alone, where there are ``MANY`` steps.
     ``activation_memory_budget``: the share of activations that a compiled layer keeps for its backward pass (in one
     process, what torch first compiled for one backend it takes for the next). ``logits_memory_gib``: of the head (see
     ``head.room_of``). ``router_aux_loss_coef``: of the loss that balances experts (``router.py``), in steps of a

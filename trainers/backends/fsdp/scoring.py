@@ -51,7 +51,7 @@ class Scoring:
         """float32 log-probabilities of each row's targets under softmax(logits / temperature).
 
         Any rank, alone too, unless weights lie in shards. Without dropout they are, bit for bit, those that ``step``
-        finds for the same micro-batches.
+        finds for the same micro-batches; within rounding, where its passes are captured or compiled.
         """
         return self._each(sequences, micro_batch_size, lambda scores: scores[:1], 1, temperature, adapter)[0]
 

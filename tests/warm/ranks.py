@@ -23,6 +23,7 @@ def main() -> None:
     listener.listen(128)
     until = os.dup(0)  # ``main`` closes its input
     os.write(1, b"ready\n")
+    os.dup2(2, 1)  # nobody reads more from that pipe: ranks that print would wait for ever
     forkserver.main(listener.detach(), until, [])
 
 

@@ -393,7 +393,7 @@ REFUSED: dict[str, tuple[str, Lora, int, str]] = {
     "no experts": ("qwen3", {"target_parameters": list(STACKS)}, 1, "this qwen3 model has none"),
     "dropout": ("qwen3_moe", {"target_parameters": list(STACKS), "lora_dropout": 0.1}, 1, "lora_dropout: 0"),
     "dense layers": ("qwen3_moe", {"target_modules": [], "target_parameters": list(STACKS)}, 2, r"\[2\].*every layer"),
-    "routers": ("qwen3_moe", {"target_modules": ["all-linear", "all-router"]}, 1, r"\['all-router'\].*alone"),
+    "routers": ("qwen3_moe", {"target_modules": ["all-linear", "all-router"]}, 1, r"\['all-router'\].*only all-linear"),
     "router": ("qwen3_moe", {"target_modules": ["gate"]}, 1, "only these layers"),
     "stages": ("qwen2_moe", {"target_modules": ["shared_expert.up_proj"]}, 2, r"\[2\].*every layer"),
 }

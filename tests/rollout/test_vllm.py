@@ -493,7 +493,7 @@ def test_level_1_keeps_its_weights() -> None:
         ({"engine_kwargs": {"kv_cache_dtype": "fp9"}}, "vllm_engine_kwargs: kv_cache_dtype must be one of auto.*'fp9'"),
         (
             {"engine_kwargs": {"pipeline_parallel_size": 2}},
-            "pipeline_parallel_size is 2, but an engine lies on the wor",
+            "pipeline_parallel_size is 2, but an engine has only the wor",
         ),
         ({"engine_kwargs": {"data_parallel_size": 2}}, "data_parallel_size is 2.*Remove it"),
         (

@@ -54,6 +54,14 @@ def test_a_policy_that_sees_completes_by_vllm_where_ms_swifts_does(model: str) -
     }
 
 
+def test_an_engine_beside_megatron_keeps_the_frozen_tower_as_it_sleeps(model: str) -> None:
+    words = ["--reward_funcs", "exact_answer", "--use_vllm", "true", "--sleep_level", "2", "--backend", "megatron"]
+    frozen = load_config(GRPOConfig, ["--model", model, *SWIFT, *words])
+    assert (frozen.rollout_engine, frozen.sleep_level) == ("vllm", 1)
+    trained = ["--freeze_vit", "false", "--freeze_aligner", "false"]
+    assert load_config(GRPOConfig, ["--model", model, *SWIFT, *words, *trained]).sleep_level == 2
+
+
 def test_a_language_model_reads_no_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAX_PIXELS", "1003520")
     assert config_of(save_tiny(tmp_path)).image_processor_kwargs == {}

@@ -2,8 +2,9 @@
 
     MAX_PIXELS=1003520            image_processor_kwargs: {min_pixels: 3136, max_pixels: 1003520}
     IMAGE_MAX_TOKEN_NUM=1024      of Qwen3-VL: {min_pixels: 4096, max_pixels: 1048576}
+    sleep_level: 2                of Megatron, where the tower is frozen: sleep_level: 1
 
-Qwen's models alone read them. Their sizes there are those of qwen_vl_utils, whatever the model's own processor says.
+Only Qwen's models read the sizes. There they are those of qwen_vl_utils, whatever the model's own processor says.
 
 Source: ms-swift's ``swift/model/models/qwen.py`` (compat_qwen_vl_utils, patch_qwen_vl_utils).
 """
@@ -29,7 +30,10 @@ def pictures_as_there(given: GivenKeys) -> None:
     if KEY not in given.known:
         return
     config = _configuration(given)
-    if config is None or KEY in given.values or config.model_type not in FAMILY:
+    if config is None:
+        return
+    _keep_frozen_parts(given)
+    if KEY in given.values or config.model_type not in FAMILY:
         return
     vision = seeing_part(config).vision_config
     side = vision.patch_size * vision.spatial_merge_size
@@ -40,6 +44,15 @@ def pictures_as_there(given: GivenKeys) -> None:
         sizes[f"{bound}_pixels"] = count * factor
     given.values[KEY] = sizes
     given.where[KEY] = given.where["model"]
+
+
+def _keep_frozen_parts(given: GivenKeys) -> None:
+    """An engine beside Megatron drops no weights while it sleeps, where it gets those alone that learn."""
+    is_whole = all(given.get(key) is False for key in ("freeze_vit", "freeze_aligner"))
+    if "sleep_level" in given.known and given.get("backend") == "megatron" and not is_whole:
+        if given.get("sleep_level") == 2:
+            given.values["sleep_level"] = 1
+            given.notes["sleep_level"] = "it is 1: vLLM keeps the frozen parts of the model in the memory of the host"
 
 
 def _said(given: GivenKeys) -> dict[str, int]:

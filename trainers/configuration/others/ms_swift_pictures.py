@@ -49,10 +49,10 @@ def pictures_as_there(given: GivenKeys) -> None:
 def _keep_frozen_parts(given: GivenKeys) -> None:
     """An engine beside Megatron drops no weights while it sleeps, where it gets those alone that learn."""
     is_whole = all(given.get(key) is False for key in ("freeze_vit", "freeze_aligner"))
-    if "sleep_level" in given.known and given.get("backend") == "megatron" and not is_whole:
-        if given.get("sleep_level") == 2:
-            given.values["sleep_level"] = 1
-            given.notes["sleep_level"] = "it is 1: vLLM keeps the frozen parts of the model in the memory of the host"
+    drops = "sleep_level" in given.known and given.get("sleep_level") == 2
+    if drops and given.get("backend") == "megatron" and not is_whole:
+        given.values["sleep_level"] = 1
+        given.notes["sleep_level"] = "it is 1: vLLM keeps the frozen parts of the model in the memory of the host"
 
 
 def _said(given: GivenKeys) -> dict[str, int]:

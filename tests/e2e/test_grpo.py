@@ -291,7 +291,7 @@ def test_no_generation_draws_a_row_twice(models: dict[str, str], tmp_path: Path,
 
 
 def test_too_few_rows_to_draw_further_ones_are_told(models: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a generation has 6 prompts, each row once, and the dataset 6 rows"):
+    with pytest.raises(ConfigError, match="A generation has 6 prompts, each row once, and the dataset 6 rows"):
         GRPOTrainer(dynamic(models, tmp_path, generation_batch_size=24)).train()
 
 

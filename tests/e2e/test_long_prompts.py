@@ -39,7 +39,7 @@ def build(name: str, model: str, folder: Path, **keys: Any) -> None:
 @pytest.mark.parametrize("name", UNDER_TEST)
 def test_a_prompt_without_room_for_its_completion_is_told_by_its_row(name: str, model: str, tmp_path: Path) -> None:
     message = r"^dataset: the prompt of row 2 \(from 0, of 3\) has 57 tokens.* 8 .*more than vllm_max_model_len=64"
-    with pytest.raises(ConfigError, match=message + ".*max_prompt_length, 56 at most"):
+    with pytest.raises(ConfigError, match=message + ".*max_prompt_length to at most 56"):
         build(name, model, tmp_path, dataset=[SHORT, SHORT, LONG])
     with pytest.raises(ConfigError, match=r"^eval_dataset: the prompt of row 0"):
         build(name, model, tmp_path, eval_dataset=[LONG])

@@ -51,7 +51,7 @@ def test_they_are_not_if_targets_are_scored_one_token_early(tmp_path: Path, monk
         found = right(*args, **kwargs)
         return found._replace(places_N=found.places_N - 1)
 
-    monkeypatch.setattr("trainers.backends.fsdp.backend.model_inputs", one_off)
+    monkeypatch.setattr("trainers.backends.fsdp.scoring.model_inputs", one_off)
     assert accuracy_after_training(0, tmp_path) < 0.5
 
 

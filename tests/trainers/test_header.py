@@ -39,7 +39,7 @@ def test_a_header_says_what_the_run_is_about_to_do(tmp_path: Path) -> None:
         "data: 5,000 rows of rows",
         "roles: train on 2 GPU (train); rollout on 2 GPU (rollout)",
         f"steps: 30, of 16 sequences each, at most {16 * (100 + 512):,} tokens, into outputs/grpo",
-        "chosen by the run: token_budget: auto, gradient_checkpointing: auto, torch_compile: auto "
+        "chosen by the run: token_budget: auto, gradient_checkpointing: auto "
         "(on a GPU, where the log has the values that fix them)",
         "translated: dtype from bf16",
     ]

@@ -4,7 +4,7 @@
     data: 7,473 rows of gsm8k/train.jsonl (7,480 rows were read and 7 left out)
     roles: train, rollout on 8 GPU (policy); reward on 2 CPU
     steps: 934, of 64 sequences and at most 65,536 tokens each
-    chosen by the run: token_budget: auto, torch_compile: auto (...)
+    chosen by the run: token_budget: auto, gradient_checkpointing: auto (...)
     translated: learning_rate from lr, dtype from bf16
 
 What is true of one kind of trainer alone is no line here; a line that has nothing to say is left out.
@@ -160,8 +160,7 @@ def _steps(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Ite
 
 
 def _chosen(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
-    names = ("token_budget", "gradient_checkpointing", *(("torch_compile",) if config.backend == "fsdp" else ()))
-    keys = [f"{key}: auto" for key in names if getattr(config, key) == "auto"]
+    keys = [f"{key}: auto" for key in ("token_budget", "gradient_checkpointing") if getattr(config, key) == "auto"]
     if keys:
         yield f"chosen by the run: {', '.join(keys)} (on a GPU, where the log has the values that fix them)"
 

@@ -324,7 +324,7 @@ def test_micro_batches_add_up_and_padding_is_never_looked_at(
             {"length_adaptive_alpha": 0.01},
             "a lambda of 0 to completions of up to 100 tokens, and max_completion_length is",
         ),
-        ({"length_adaptive_alpha": 0.05, "lam_critic": 1.0, "lam": 0.9}, "lam is 0.9, which nothing looks at"),
+        ({"length_adaptive_alpha": 0.05, "lam_critic": 1.0, "lam": 0.9}, "lam is 0.9, which has no effect"),
     ],
 )
 def test_lambdas_without_a_meaning_are_refused(keys: dict[str, float], told: str) -> None:

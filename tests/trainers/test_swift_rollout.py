@@ -93,7 +93,8 @@ def test_one_run_at_a_time_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(answering(offer, 0)) as port:
         assert asked(port, 0) == offer
         assert asked(port, 0) == offer  # the same run
-        monkeypatch.setattr(swift_rollout.os, "getpid", os.getppid)
+        another = os.getppid()
+        monkeypatch.setattr(swift_rollout.os, "getpid", lambda: another)
         with pytest.raises(ConfigError, match=f"in use by process {mine}"):
             asked(port, 0)
 

@@ -4,7 +4,7 @@
     seen = vision.seen(micro.images)                               # pixel tensors by the names of the model's arguments
 
 The model's own image processor makes the pixels of a row, on the worker that needs them. They are kept for the next
-pass over the same row, up to ``CACHE_BYTES``.
+pass over the same row, up to ``kept.CACHE_BYTES``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +21,10 @@ import numpy as np
 import torch
 
 from trainers.backends.fsdp.vision.parts import Part, freeze, linear_layers, part_of
+from trainers.data.images.kept import Kept
 from trainers.data.images.pictures import Picture, Pictures
 from trainers.data.images.processor import is_vision, load_processor
 
-CACHE_BYTES = 2**30
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 DUMMY_SIZE = 28  # pixels
 FILES = (  # of a processor; of those that a tokenizer writes too the run's own are kept
@@ -59,8 +58,7 @@ class Vision:
         self.rates = {name: rates[part] for name, part in self.parts.items() if part in rates} if rates else {}
         freeze(module, frozen)
         self._processor: Any = None
-        self._kept: OrderedDict[tuple[Any, ...], Pixels] = OrderedDict()
-        self._num_bytes = 0
+        self._kept = Kept(_num_bytes)
 
     @classmethod
     def of(cls, module: Any, model: str | Path, **options: Any) -> Vision | None:
@@ -151,16 +149,7 @@ class Vision:
 
     def _pixels(self, row: tuple[Picture, ...]) -> Pixels:
         key = tuple(picture.key for picture in row)
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        pixels = self._processed([picture.image() for picture in row])
-        self._kept[key] = pixels
-        self._num_bytes += _num_bytes(pixels)
-        while self._num_bytes > CACHE_BYTES and len(self._kept) > 1:
-            _, gone = self._kept.popitem(last=False)
-            self._num_bytes -= _num_bytes(gone)
-        return pixels
+        return self._kept.get(key, lambda: self._processed([picture.image() for picture in row]))
 
     def _processed(self, images: list[Any]) -> Pixels:
         text = " ".join([self.processor.image_token] * len(images))

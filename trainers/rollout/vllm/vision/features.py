@@ -14,7 +14,6 @@ another one after new weights.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -26,10 +25,10 @@ import numpy as np
 
 from rayhelper import ConfigError
 from trainers.backends.fsdp.vision.pixels import documents_of
+from trainers.data.images.kept import Kept
 from trainers.data.images.pictures import Picture, Pictures
 from trainers.data.images.processor import is_vision, load_processor
 
-CACHE_BYTES = 2**30
 NEVER = -100.0  # nats: the most that vLLM lets a bias take from a logit
 Known = list[tuple[np.ndarray, Any]]  # of each picture: its tokens, and vLLM's feature
 
@@ -87,8 +86,7 @@ class Features:
         self.picture_ids = [int(token) for token in processor.image_token_ids if token is not None]
         self.place_ids = tokenizer(processor.image_token, add_special_tokens=False)["input_ids"]
         self.tasks = engine.get_supported_tasks()
-        self._kept: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
-        self._num_bytes = 0
+        self._kept = Kept(_num_bytes)
 
     def of(self, pictures: Pictures, prompt_ids: np.ndarray, *, salt: str) -> list[Any]:
         """vLLM's features of the pictures, at the places of their tokens in ``prompt_ids``.
@@ -123,16 +121,8 @@ class Features:
         if not pictures:
             return []
         key = tuple(picture.key for picture in pictures)
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        found = self._processed(pictures, hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest())
-        self._kept[key] = found
-        self._num_bytes += _num_bytes(found)
-        while self._num_bytes > CACHE_BYTES and len(self._kept) > 1:
-            _, gone = self._kept.popitem(last=False)
-            self._num_bytes -= _num_bytes(gone)
-        return found
+        name = hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
+        return self._kept.get(key, lambda: self._processed(pictures, name))
 
     def _processed(self, pictures: tuple[Picture, ...], name: str) -> Known:
         """A prompt of places of pictures alone, through vLLM's processor."""

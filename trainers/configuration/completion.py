@@ -52,6 +52,9 @@ class CompletionConfig(TrainConfig):
     one worker."""
     vllm_max_model_len: int | None = None
     """Tokens of a prompt and its completion. null: the sum of their limits if both are set, else the model's."""
+    vllm_clip_completions: bool = False
+    """A completion ends where ``vllm_max_model_len`` has no more room behind its prompt, as vLLM itself ends it. false:
+    a prompt and ``max_completion_length`` must have room together."""
     vllm_max_num_seqs: int | None = None
     """Prompts that are completed at the same time. null: vLLM's own choice."""
     vllm_enforce_eager: bool = False
@@ -151,6 +154,14 @@ def check_model_len(config: CompletionConfig) -> None:
     """Raises ConfigError if vLLM would have no room for a prompt and its completion."""
     told, length = said_model_len(config)
     prompt = config.max_prompt_length
+    if config.vllm_clip_completions and length is None:
+        raise ConfigError("vllm_clip_completions ends completions at vllm_max_model_len. Set that, or remove it.")
+    if config.vllm_clip_completions and isinstance(length, int) and 0 <= length <= (prompt or 0):
+        raise ConfigError(
+            f"{told} has no room for a token behind a prompt of {prompt}: raise it, or lower max_prompt_length."
+        )
+    if config.vllm_clip_completions:
+        return
     # vLLM finds a length itself for none and for -1, and says what is wrong with what is no number
     if isinstance(length, int) and 0 <= length < config.max_completion_length + (prompt or 1):
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
@@ -9,6 +10,9 @@ from typing import Any, Literal
 from rayhelper import ConfigError
 from trainers.configuration.shared import TrainConfig, unread
 from trainers.configuration.values import at_least, check_seconds
+from trainers.rollout.choice import choose_engine
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +20,9 @@ class CompletionConfig(TrainConfig):
     """The shared keys, and those of prompts that are completed."""
 
     # Generation
-    rollout_engine: Literal["hf", "vllm"] = "hf"
-    """What completes prompts. hf: the transformers model, in slots. vllm: vLLM, which is installed separately."""
+    rollout_engine: Literal["hf", "vllm", "auto"] = "hf"
+    """What completes prompts. hf: the transformers model, in slots. vllm: vLLM, which is installed separately. auto: hf
+    where the workers that train also generate and hf knows the architecture; otherwise vllm, if it is installed."""
     rollout_batch_size: int | None = None
     """Prompts that a rollout worker completes at once (hf). null: all of its slice."""
     max_prompt_length: int | None = None
@@ -89,6 +94,10 @@ class CompletionConfig(TrainConfig):
     a few."""
 
     def __post_init__(self) -> None:
+        if self.rollout_engine == "auto":  # made in Python: what reads a file has chosen by now
+            choice = choose_engine(vars(self))
+            logger.info("rollout_engine: %s  # auto: %s", choice.engine, choice.reason)
+            object.__setattr__(self, "rollout_engine", choice.engine)
         super().__post_init__()
         check_completion(self)
 

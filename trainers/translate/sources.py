@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rayhelper import ConfigError
 from rayhelper.text import nearest, parse_text, read_yaml
 from trainers.translate.shell import commands, unknown_in

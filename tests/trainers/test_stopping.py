@@ -157,7 +157,10 @@ def test_a_step_that_is_only_slow_ends_and_another_signal_waits_for_it(monkeypat
 def test_saving_has_the_time_of_a_checkpoint_whatever_a_step_has() -> None:
     """A checkpoint may take longer than a step; how long, only the one before shows."""
     watch = StopSignals(with_interrupt=False, grace_s=1.0).watch
-    assert watch.limit_s(watch.savings) == stopping.FIRST_SAVE_GRACE_S
+    assert watch.limit_s(watch.savings) == 1800.0  # of a model whose size is not known
+    for num_parameters, limit_s in [(10_000, 60.0), (10**9, 320.0), (70 * 10**9, 1800.0)]:
+        of_size = StopSignals(with_interrupt=False, grace_s=1.0, num_parameters=num_parameters).watch
+        assert of_size.limit_s(of_size.savings) == limit_s
     assert [watch.limit_s(one) for one in (watch.steps, watch.loadings)] == [1.0, 1.0]
     watch.savings.longest_s = 2.0
     assert watch.limit_s(watch.savings) == stopping.SAVE_GRACE_S

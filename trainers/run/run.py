@@ -18,6 +18,7 @@ from rayhelper import ConfigError, RayHelper
 from rayhelper.runtimes.announced import where_all_are
 from rayhelper.runtimes.processes import hears_of_the_end, pass_end_on, told_by_each
 from rayhelper.timeline.steps import mark_step
+from trainers.backends.model_files import on_disk
 from trainers.checkpoint import (
     STATE_FILE,
     begin,
@@ -46,7 +47,7 @@ from trainers.run.bad_steps import BAD_STEPS, BadSteps
 from trainers.run.best import Best, before_and_after
 from trainers.run.folder_lock import FolderLock, held
 from trainers.run.going_on import CONTINUE, builds_model, is_going_on, resume_asked
-from trainers.run.header import header, start_lines, trainer_name
+from trainers.run.header import header, num_parameters, start_lines, trainer_name
 from trainers.run.stopping import ASKED_S, EXIT_CODE, StepGivenUp, Stop, Stopped, StopSignals
 from trainers.run.throughput import WORK, throughput
 from trainers.run.timing import Stopwatch, step_times
@@ -141,6 +142,7 @@ class Run:
             grace_s=config.stop_grace_s,
             where=self._where_it_is,
             pass_on=self._pass_on,
+            num_parameters=num_parameters(on_disk(config.model)),
         )
         try:
             self.open_logs()

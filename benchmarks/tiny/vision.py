@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from PIL import Image, ImageDraw
+from safetensors.torch import load_file, save_file
 
 from benchmarks.tiny.text import tiny_tokenizer
 
@@ -222,18 +224,19 @@ def _siglip(**fields: Any) -> dict[str, Any]:
     return sizes | fields
 
 
-def _gemma3(folder: Path) -> tuple[Any, Any]:
+def _gemma3(folder: Path, **text: Any) -> tuple[Any, Any]:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     tokens = ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
     names = {"boi_token": tokens[0], "eoi_token": tokens[1], "image_token": tokens[2]}
     tokenizer = _tokenizer(tokens, tokens[0], **names)
+    tokenizer.add_tokens(["\n" * number for number in range(1, 5)])  # as Gemma's own has
     Gemma3ImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
     _processor_config(folder, "Gemma3Processor", image_seq_length=4)
     vision = {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4, "vision_use_head": False}
-    text = TEXT | {"head_dim": 8, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
+    text = {"head_dim": 8, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]} | text
     config = transformers.Gemma3Config(
-        text_config=text | {"vocab_size": len(tokenizer), "query_pre_attn_scalar": 8, "dtype": "float32"},
+        text_config=TEXT | {"vocab_size": len(tokenizer), "query_pre_attn_scalar": 8, "dtype": "float32"} | text,
         vision_config=_siglip(**vision),
         mm_tokens_per_image=4,
         **_ids(tokenizer, boi_token_index=tokens[0], eoi_token_index=tokens[1], image_token_index=tokens[2]),
@@ -242,7 +245,11 @@ def _gemma3(folder: Path) -> tuple[Any, Any]:
     return config, tokenizer
 
 
-def _smolvlm(folder: Path) -> tuple[Any, Any]:
+def _smolvlm(folder: Path, **text: Any) -> tuple[Any, Any]:
+    return _idefics3(folder, "SmolVLM", **text)
+
+
+def _idefics3(folder: Path, kind: str = "Idefics3", **text: Any) -> tuple[Any, Any]:
     """With the processor of Idefics 3, which makes the same pixels, as SmolVLM's needs num2words for videos."""
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
@@ -252,8 +259,8 @@ def _smolvlm(folder: Path) -> tuple[Any, Any]:
     sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
     Idefics3ImageProcessorPil(**sizes).save_pretrained(folder)
     _processor_config(folder, "Idefics3Processor", image_seq_len=4)
-    config = transformers.SmolVLMConfig(
-        text_config=TEXT | {"model_type": "llama", "vocab_size": len(tokenizer), "dtype": "float32"},
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=TEXT | {"model_type": "llama", "vocab_size": len(tokenizer), "dtype": "float32"} | text,
         vision_config=_siglip(image_size=16, patch_size=4),
         scale_factor=2,
         **_ids(tokenizer, image_token_id="<image>"),
@@ -286,7 +293,7 @@ def _internvl(folder: Path, **text: Any) -> tuple[Any, Any]:
     return config, tokenizer
 
 
-def _llava_onevision(folder: Path) -> tuple[Any, Any]:
+def _llava_onevision(folder: Path, **text: Any) -> tuple[Any, Any]:
     from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
     tokenizer = _tokenizer(["<image>", "<video>"], "<image>", "<video>")
@@ -298,11 +305,29 @@ def _llava_onevision(folder: Path) -> tuple[Any, Any]:
     _processor_config(folder, "LlavaOnevisionProcessor", **fields)
     vision = {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4, "vision_use_head": False}
     config = transformers.LlavaOnevisionConfig(
-        text_config=TEXT | {"model_type": "qwen2", "vocab_size": len(tokenizer), "dtype": "float32"},
+        text_config=TEXT | {"model_type": "qwen2", "vocab_size": len(tokenizer), "dtype": "float32"} | text,
         vision_config=_siglip(**vision),
         image_grid_pinpoints=pinpoints,
         vision_feature_select_strategy="full",
         **_ids(tokenizer, image_token_index="<image>", video_token_index="<video>"),
+        tie_word_embeddings=False,
+    )
+    return config, tokenizer
+
+
+def _llava(folder: Path, **text: Any) -> tuple[Any, Any]:
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    tokenizer = _tokenizer(["<image>"], "<image>")
+    CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}).save_pretrained(folder)
+    fields = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    _processor_config(folder, "LlavaProcessor", **fields)
+    vision = {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 4, "num_hidden_layers": 3}
+    config = transformers.LlavaConfig(
+        text_config=TEXT | {"model_type": "llama", "vocab_size": len(tokenizer), "dtype": "float32"} | text,
+        vision_config=_siglip(**vision),
+        image_seq_length=16,
+        **_ids(tokenizer, image_token_index="<image>"),
         tie_word_embeddings=False,
     )
     return config, tokenizer
@@ -380,6 +405,8 @@ MODELS: dict[str, Callable[..., tuple[Any, Any]]] = {  # tested with pictures
 
 FURTHER: dict[str, Callable[..., tuple[Any, Any]]] = {
     "qwen2_vl": _qwen2_vl,
+    "idefics3": _idefics3,
+    "llava": _llava,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_5_moe": _qwen3_5_moe,
     "glm46v": _glm46v,
@@ -394,24 +421,30 @@ def _mrope(*section: int, **fields: Any) -> dict[str, Any]:
     return {"rope_parameters": {**MROPE, "mrope_section": list(section), **fields}}
 
 
-# Fields by which vLLM runs a model of Qwen's families on a CPU: heads of at least 32 numbers, of delta layers 128
+# Fields by which vLLM runs a model on a CPU: heads of at least 32 numbers, of delta layers 128
 IN_VLLM: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"hidden_size": 128, **_mrope(4, 6, 6)},
     "qwen2_5_vl": {"hidden_size": 128, **_mrope(4, 6, 6)},
-    "qwen3_vl": {"head_dim": 32, **_mrope(6, 5, 5, mrope_interleaved=True)},
+    "qwen3_vl": {"head_dim": 32, **_mrope(6, 5, 5)},
     "qwen3_5": {
         "head_dim": 32,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
         **_mrope(6, 5, 5, mrope_interleaved=True, partial_rotary_factor=1.0),
     },
+    "gemma3": {"head_dim": 32},
+    "smolvlm": {"hidden_size": 128},
+    "idefics3": {"hidden_size": 128},
+    "llava": {"hidden_size": 128},
+    "internvl": {"hidden_size": 128},
+    "llava_onevision": {"hidden_size": 128},
 }
 
 
 def save_vision(folder: str | Path, name: str = "qwen2_5_vl", seed: int = 0, **text: Any) -> str:
     """Writes a random model of ``MODELS`` or ``FURTHER`` in float32, its tokenizer and its processor; the folder.
 
-    ``text``: fields of the language model of Qwen's families, InternVL, GLM-4.6V and PaddleOCR-VL.
+    ``text``: fields of the language model.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -424,4 +457,13 @@ def save_vision(folder: str | Path, name: str = "qwen2_5_vl", seed: int = 0, **t
             if weight.dim() < 2 or float(weight.detach().std()) == 0.0:
                 weight.data += 0.1 * torch.randn_like(weight)
     model.save_pretrained(folder)
+    _name_as_released(folder / "model.safetensors")
     return str(folder)
+
+
+def _name_as_released(file: Path) -> None:
+    """Names of SigLIP's towers as checkpoints of the hub have them; transformers 5 gives random models others."""
+    weights = load_file(file)
+    if "vision_tower.embeddings.patch_embedding.weight" in weights:  # otherwise the tower is no SigLIP
+        released = {re.sub(r"^vision_tower\.", "vision_tower.vision_model.", name): name for name in weights}
+        save_file({name: weights[own] for name, own in released.items()}, file, metadata={"format": "pt"})

@@ -16,7 +16,7 @@ from trainers.data.images.pictures import pictures_of
 from trainers.data.images.processor import Processors
 from trainers.grpo.config import GRPOConfig
 from trainers.parts.inputs import image_reader, load_model_and_tokenizer
-from trainers.rollout.vllm.vision.features import engine_fields_of_vision
+from trainers.rollout.vllm.vision.features import engine_fields_of_vision, seeing
 from trainers.sft.config import SFTConfig
 
 SWIFT = ["--dataset", "d", "--defaults", "ms-swift", "--tuner_type", "full"]
@@ -68,7 +68,7 @@ def test_a_policy_that_sees_completes_by_vllm_where_ms_swifts_does(model: str) -
     assert (config.rollout_engine, config.sleep_level) == ("vllm", 1)
     assert config.image_processor_kwargs["max_pixels"] > 0
     given = config.vllm_engine_kwargs["limit_mm_per_prompt"]
-    assert engine_fields_of_vision({"limit_mm_per_prompt": given}, {})["limit_mm_per_prompt"] == {
+    assert engine_fields_of_vision(seeing(model), {"limit_mm_per_prompt": given}, {})["limit_mm_per_prompt"] == {
         "image": 2,
         "video": 0,
     }

@@ -18,20 +18,21 @@ class VisionConfig:
 
     # Vision models
     max_pixels: int | None = None
-    """Pixels (width x height) of a picture; larger ones are made smaller. null: as the model's processor does it."""
+    """Largest number of pixels (width x height). Larger pictures are made smaller. null: the limit of the model's
+    processor."""
     image_processor_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the model's image processor, for all roles, such as max_pixels for Qwen."""
     video_processor_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the model's video processor, for all roles, such as fps, max_frames and size."""
     image_urls: bool = False
-    """Download pictures and videos of http addresses. false: rows with an address are broken."""
+    """Download pictures and videos from http addresses. false: rows with an address count as broken."""
     freeze_vit: bool | None = None
-    """The vision tower does not learn. With an adapter: the tower gets no adapter. null: true with an adapter and with
-    backend: megatron, else false."""
+    """The vision tower is not trained, and gets no adapter. null: true with an adapter or with backend: megatron, else
+    false."""
     freeze_aligner: bool | None = None
-    """The same of the aligner."""
+    """The aligner is not trained, and gets no adapter."""
     freeze_llm: bool = False
-    """The same of the language model."""
+    """The language model is not trained, and gets no adapter."""
     vit_lr: float | None = None
     """Learning rate of the vision tower. null: ``learning_rate``."""
     aligner_lr: float | None = None

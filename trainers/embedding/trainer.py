@@ -227,6 +227,8 @@ def check_embedding(config: EmbeddingConfig, found: Any) -> None:
             f"sequence_parallel_size is {config.sequence_parallel_size}, but workers share rows of decoders with "
             f"pooling last alone, and pooling is {pooling}. Remove it."
         )
+    if config.backend == "megatron" and pooling != "last":
+        raise ConfigError(f"backend: megatron has pooling last alone, and pooling is {pooling}. Write backend: fsdp.")
     if config.padding_free and is_encoder(found):
         raise ConfigError(
             f"padding_free is true, but {config.model!r} ({found.model_type}) sees tokens to the right, and would mix "

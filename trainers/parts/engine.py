@@ -158,6 +158,7 @@ def sampling_of(config: CompletionConfig, temperature: float | None = None) -> S
         min_p=config.min_p,
         repetition_penalty=config.repetition_penalty,
         stop_token_ids=tuple(config.stop_token_ids),
+        clips=config.vllm_clip_completions,
         generation_kwargs=config.generation_kwargs,
     )
 

@@ -394,10 +394,11 @@ class Stage:
 
     def _room(self, server: TurnServer | TurnStream, episode: Episode) -> int:
         """Tokens that may still be put behind the episode's."""
-        if not self.limits_each_turn:
-            return server.sampling.max_completion_length - len(episode.ids)
-        length = getattr(server.engine, "max_model_len", None)
-        return sys.maxsize if length is None else length - len(episode.prompt_ids) - len(episode.ids)
+        sampling, length = server.sampling, getattr(server.engine, "max_model_len", None)
+        room = sys.maxsize if self.limits_each_turn else sampling.max_completion_length - len(episode.ids)
+        if length is not None and (self.limits_each_turn or sampling.clips):
+            room = min(room, length - len(episode.prompt_ids) - len(episode.ids))
+        return room
 
 
 def reply_ids(

@@ -46,7 +46,7 @@ def test_ranks_with_pictures_alone_gather_the_tower_as_often_as_ranks_with_video
     assert max(found["sharded"]) < MARGIN
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "internvl"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "qwen3_5", "internvl"])
 def test_megatron_in_parts_gives_the_numbers_of_transformers(name: str, found: dict[str, Any]) -> None:
     gaps = found[f"megatron {name}"]
     assert max(gaps["logps"], gaps["losses"], gaps["norms"]) < MARGIN
@@ -58,6 +58,12 @@ def test_pairs_have_the_log_probabilities_of_transformers(found: dict[str, Any])
     assert max(found["pairs chosen"], found["pairs rejected"]) < 1e-4
 
 
+@pytest.mark.parametrize("name", ["cpo", "reward", "kto", "classification", "gkd"])
+def test_other_trainers_see_the_videos(name: str, found: dict[str, Any]) -> None:
+    seen, others = found[f"trainer {name}"]
+    assert abs(seen - others) > MARGIN
+
+
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_greedy_completions_are_those_of_transformers(name: str, found: dict[str, Any]) -> None:
     ours, theirs = found[f"completions {name}"]
@@ -65,9 +71,10 @@ def test_greedy_completions_are_those_of_transformers(name: str, found: dict[str
     assert found[f"logps {name}"] < MARGIN
 
 
-def test_a_grpo_run_learns_from_prompts_with_videos(found: dict[str, Any]) -> None:
+def test_runs_of_grpo_and_ppo_learn_from_prompts_with_videos(found: dict[str, Any]) -> None:
     assert len(found["grpo"]) == 2
     assert found["grpo"][1] != 0
+    assert found["ppo"][0] > 0
 
 
 def test_the_models_video_processor_chooses_the_frames_of_a_file(found: dict[str, Any]) -> None:

@@ -30,17 +30,34 @@ from tests.backends.batches import mean_loss
 from tests.backends.test_megatron import PLAIN, PP, SP, TP, Layout
 from tests.backends.test_megatron_images import PACKED
 from tests.conftest import without_runtime
-from tests.e2e.runs import dpo_config, grpo_config, lines, sft_config
+from tests.e2e.runs import (
+    classification_config,
+    cpo_config,
+    dpo_config,
+    gkd_config,
+    grpo_config,
+    kto_config,
+    lines,
+    ppo_config,
+    reward_config,
+    sft_config,
+)
 from tests.images.test_sft import our_gradients, turns, whole_of
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.sharding import full
 from trainers.batch import Sequences
+from trainers.classification.trainer import ClassificationTrainer
+from trainers.cpo.trainer import CPOTrainer
 from trainers.data.images.processor import ImageReader, load_processor
 from trainers.data.rows import pack, tokenize_sft
 from trainers.dpo.scores import pair_logps
 from trainers.dpo.trainer import DPOTrainer
+from trainers.gkd.trainer import GKDTrainer
 from trainers.grpo.trainer import GRPOTrainer
+from trainers.kto.trainer import KTOTrainer
 from trainers.parts.engine import prompts_of
+from trainers.ppo.trainer import PPOTrainer
+from trainers.reward.trainer import RewardTrainer
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf.engine import HfEngine
 from trainers.sft.trainer import SFTTrainer
@@ -195,6 +212,7 @@ def of_rank(rank: int, model: str, batch: Sequences) -> dict[str, torch.Tensor]:
 LAYOUTS: dict[str, Layout] = {
     "qwen3_vl": {TP: 2} | SP | PLAIN | {PACKED: True},
     "qwen2_5_vl": {PP: 2},
+    "qwen3_5": {TP: 2} | SP,
     "internvl": {TP: 2} | PLAIN,
 }
 
@@ -256,6 +274,51 @@ def of_pairs(folder: Path) -> Iterator[tuple[str, Any]]:
         yield f"pairs {name}", max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
 
 
+def of_trainers(folder: Path) -> Iterator[tuple[str, Any]]:
+    """The losses of first steps that see the videos of the rows, and that see others."""
+    model, teacher = (save_vision(folder / f"trainers_{seed}", "qwen3_vl", seed) for seed in (0, 1))
+    asked = [(row["prompt"], row["chosen"], row["rejected"], row["videos"]) for row in PAIRS]
+    kinds: dict[str, tuple[Any, Any, list[dict[str, Any]], dict[str, Any]]] = {
+        "cpo": (CPOTrainer, cpo_config, [{"prompt": p, "chosen": c, "rejected": r} for p, c, r, _ in asked], {}),
+        "reward": (
+            RewardTrainer,
+            reward_config,
+            [{"prompt": p, "chosen": c, "rejected": r} for p, c, r, _ in asked],
+            {},
+        ),
+        "kto": (
+            KTOTrainer,
+            kto_config,
+            [{"prompt": p, "completion": c, "label": k == 0} for k, (p, c, _, _) in enumerate(asked)],
+            {"beta": 5.0},
+        ),
+        "classification": (
+            ClassificationTrainer,
+            classification_config,
+            [{"messages": p, "label": k} for k, (p, *_) in enumerate(asked)],
+            {"num_labels": 2},
+        ),
+        "gkd": (
+            GKDTrainer,
+            gkd_config,
+            [{"prompt": p, "completion": c} for p, c, _, _ in asked],
+            {"lmbda": 0.0, "teacher_model": teacher},
+        ),
+    }
+    shared: dict[str, Any] = {"eval_dataset": None, "max_steps": 1, "warmup_steps": 0, "max_length": None}
+    for name, (trainer, config, rows, keys) in kinds.items():
+        losses = []
+        for place, shift in (("seen", 0), ("others", 3)):
+            videos = [[frames(k + shift, 4 + 2 * k)] for k in range(len(rows))]
+            dataset = [row | {"videos": video} for row, video in zip(rows, videos, strict=True)]
+            settings = shared | keys | {"dataset": dataset, "per_device_train_batch_size": 2, "global_batch_size": 2}
+            with without_runtime():
+                trainer(config(model, folder / f"{name}_{place}", **settings)).train()
+            line = lines(folder / f"{name}_{place}")[0]
+            losses.append(line["logps/chosen" if name == "kto" else "loss"])  # whose first loss is the same for all
+        yield f"trainer {name}", losses
+
+
 QUESTIONS: list[dict[str, Any]] = [
     {"prompt": [{"role": "user", "content": "<video>What moves?"}], "videos": [frames(0)], "images": []},
     {"prompt": [{"role": "user", "content": "No video"}], "videos": [], "images": []},
@@ -288,7 +351,11 @@ def of_completions(folder: Path) -> Iterator[tuple[str, Any]]:
     keys |= {"max_completion_length": 5, "max_steps": 2, "warmup_steps": 0, "freeze_vit": False}
     with without_runtime():
         GRPOTrainer(grpo_config(model, folder / "run", **keys)).train()
+        keys |= {"num_ppo_epochs": 1, "num_mini_batches": 1, "freeze_vit": True, "max_steps": 1}
+        keys = {key: value for key, value in keys.items() if key != "num_generations"}
+        PPOTrainer(ppo_config(model, folder / "ppo", **keys)).train()
     yield "grpo", [line["loss"] for line in lines(folder / "run")]
+    yield "ppo", [line["loss/value_avg"] for line in lines(folder / "ppo")]
 
 
 def of_files(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -399,7 +466,7 @@ def wrong(model: str, folder: Path, row: dict[str, Any], **keys: Any) -> str:
     return ""
 
 
-CASES = (of_shards, of_megatron, of_losses, of_pairs, of_completions, of_files, of_rows)
+CASES = (of_shards, of_megatron, of_losses, of_pairs, of_trainers, of_completions, of_files, of_rows)
 
 
 def main(folder: Path) -> None:

@@ -339,6 +339,34 @@ def test_the_engines_length_ends_completions_of_long_prompts(tmp_path: Path) -> 
     assert "has no room" in told(GRPOConfig, text + "max_prompt_length: 100", tmp_path)  # a name of ours
 
 
+def test_the_default_template_writes_what_that_of_ms_swift_writes(tmp_path: Path) -> None:
+    """By swift/template/templates/llm.py: prompt, system_prefix and chat_sep; the last answer ends with the token."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = load(SFTConfig, "template: default", tmp_path).chat_template
+
+    def shown(*messages: dict[str, Any], **options: Any) -> str:
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+        return text.removeprefix(tokenizer.bos_token or "")
+
+    asked = "You are a helpful assistant.\n\n### Human:\nq\n\n### Assistant:\n"
+    assert shown(Q, add_generation_prompt=True) == asked
+    assert shown(Q, said("a")) == f"{asked}a{tokenizer.eos_token}"
+    turns = [{"role": "system", "content": "s"}, Q, said("a"), Q, said("b")]
+    question = "### Human:\nq\n\n### Assistant:\n"
+    assert shown(*turns) == f"s\n\n{question}a\n\n{question}b{tokenizer.eos_token}"
+    assert "template is not supported" in told(SFTConfig, "template: qwen2_5", tmp_path)
+
+
+def test_an_evaluation_has_as_many_batches_as_eval_iters_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = "eval_iters: 3\nglobal_batch_size: 4\n"
+    with caplog.at_level(logging.INFO):
+        assert load(SFTConfig, text + "split_dataset_ratio: 0.1", tmp_path).max_eval_sequences == 12
+        assert load(SFTConfig, text, tmp_path).max_eval_sequences is None
+    assert "eval_iters (each evaluation has the first 12 sequences, and none twice;" in caplog.text
+    assert "eval_iters (there is no eval_dataset)" in caplog.text
+    assert "eval_iters is not supported" in told(DPOConfig, text + "split_dataset_ratio: 0.1", tmp_path)
+
+
 def test_bits_without_a_method_and_an_adapter_beside_quantized_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

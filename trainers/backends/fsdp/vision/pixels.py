@@ -39,7 +39,8 @@ class Vision:
     """How the pictures of rows get into a vision model, and which of its parts learn.
 
     ``processing``: arguments of the image processor in place of its own. ``frozen``: parts that do not learn;
-    ``rates``: learning rates of parts that have their own.
+    ``whole``: parts that learn without an adapter where others have one; ``rates``: learning rates of parts that have
+    their own.
     """
 
     def __init__(
@@ -50,11 +51,12 @@ class Vision:
         trust_remote_code: bool = False,
         processing: Mapping[str, Any] | None = None,
         frozen: Sequence[Part] = (),
+        whole: Sequence[Part] = (),
         rates: Mapping[Part, float] | None = None,
     ) -> None:
         self.module, self.model, self.trust_remote_code = module, str(model), trust_remote_code
         self.processing = dict(processing or {})
-        self.frozen, self.parts = tuple(frozen), part_of(module)
+        self.frozen, self.whole, self.parts = tuple(frozen), tuple(whole), part_of(module)
         self.rates = {name: rates[part] for name, part in self.parts.items() if part in rates} if rates else {}
         freeze(module, frozen)
         self._processor: Any = None
@@ -66,8 +68,15 @@ class Vision:
         return cls(module, model, **options) if is_vision(module.config) else None
 
     def without_adapter(self) -> list[str]:
-        """Linear layers of the parts that are frozen, which get no adapter."""
-        return linear_layers(self.module, self.frozen)
+        """Linear layers of the parts that are frozen, or learn whole: they get no adapter."""
+        return linear_layers(self.module, {*self.frozen, *self.whole})
+
+    def learn_whole(self) -> None:
+        """The weights of parts that learn beside an adapter do so, also once peft has frozen all that were there."""
+        kept = {name for name, part in self.parts.items() if part in self.whole and part not in self.frozen}
+        for name, weight in self.module.named_parameters(remove_duplicate=False):
+            if name in kept:
+                weight.requires_grad_(True)
 
     @property
     def processor(self) -> Any:

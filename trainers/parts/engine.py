@@ -53,6 +53,7 @@ def build_engine(
         vision=getattr(lender, "vision", None),
         gets_part=config.backend == "megatron",  # which may have frozen the vision tower, and then sends none of it
         processing=config.image_processor_kwargs,
+        videos=config.video_processor_kwargs,
     )
     if gathers:
         engine.check_decoding()

@@ -50,6 +50,7 @@ OF_MEGATRON: Mapping[str, tuple[str, ...]] = {  # layers of Megatron's: those of
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
+PARTS_OF_MEGATRON = {"word_embeddings": "embed_tokens", "output_layer": "lm_head"}  # and their names in a checkpoint
 OF_FOUR_BITS = ("bnb_4bit_quant_type", "use_bnb_nested_quant")
 BITS: dict[Any, str] = {4: "load_in_4bit", 8: "load_in_8bit"}
 
@@ -148,11 +149,8 @@ def _modules_to_save(given: GivenKeys, tuner: Any) -> None:
     value = given.get(name)
     names = value.split() if isinstance(value, str) else value
     if given.get("backend") == "megatron":
-        given.refuse(
-            name,
-            f"{name}: with backend: megatron an adapter trains no other weights. Remove it, or write backend: fsdp",
-        )
-    elif tuner != "full" and (whole := [one for one in names if one.startswith("all-")]):
+        names = [PARTS_OF_MEGATRON.get(one, one) for one in names]
+    if tuner != "full" and (whole := [one for one in names if one.startswith("all-")]):
         given.refuse(name, f"{name}: {whole[0]} is a word of ms-swift's. Write the names of modules")
     elif tuner != "full":
         given.put_inner("lora_kwargs" if tuner == "lora" else "tuner_kwargs", name, names, name)

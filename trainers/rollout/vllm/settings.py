@@ -121,6 +121,7 @@ NOT_ON_CPU = {
     "minimax_m2": "its experts are chosen only by a softmax there, and the model's are by a sigmoid",
     "qwen3_5_moe_text": "its gated delta layers take only bfloat16 there, and its experts only float32",
 }
+WHOLE = ("gemma3", "paligemma")  # a token of a picture attends to the whole picture
 DELTA_ON_CPU = ("qwen3_5_text",)  # gated delta layers, which vLLM runs on a CPU in bfloat16 alone
 DELTA_WIDTH = 128  # of their heads
 
@@ -131,7 +132,14 @@ def check_model_on_cpu(model: str | Path, *, dtype: str = "float32", trust_remot
 
     config: Any = None
     if Path(model).is_dir():
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
+        whole = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        config = whole.get_text_config()
+        is_seen_whole = getattr(config, "use_bidirectional_attention", None) == "vision"  # Gemma 4
+        if whole.model_type in WHOLE or is_seen_whole:
+            raise ConfigError(
+                f"vllm cannot run {whole.model_type} on a CPU: a token of a picture attends to the whole picture, and "
+                "there vLLM lets it attend only to the tokens before it. Take rollout_engine: hf, or a GPU."
+            )
     kind = getattr(config, "model_type", "")
     if kind in NOT_ON_CPU:
         raise ConfigError(

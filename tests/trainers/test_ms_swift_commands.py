@@ -12,7 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rayhelper import ConfigError, DeviceGroups
 from rayhelper.__main__ import main
@@ -20,6 +23,7 @@ from tests import warm
 from tests.conftest import registries_restored
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.trainers.test_other_names import load, told
+from trainers.backends.fsdp.hf_model import build_model
 from trainers.cli import load_config
 from trainers.configuration.others import translations
 from trainers.configuration.others.ms_swift import engine_in_parts, spelled, torchrun_options
@@ -365,6 +369,24 @@ def test_an_evaluation_has_as_many_batches_as_eval_iters_says(tmp_path: Path, ca
     assert "eval_iters (each evaluation has the first 12 sequences, and none twice;" in caplog.text
     assert "eval_iters (there is no eval_dataset)" in caplog.text
     assert "eval_iters is not supported" in told(DPOConfig, text + "split_dataset_ratio: 0.1", tmp_path)
+
+
+def test_positions_are_scaled_as_there(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model")
+    known = AutoConfig.from_pretrained(model)
+    longest = 4 * known.max_position_embeddings - 1
+    text = "defaults: ms-swift\nrope_scaling: yarn\n"
+    kwargs = load(SFTConfig, text, tmp_path, "--model", model, "--max_model_len", str(longest)).model_init_kwargs
+    scaled = AutoConfig.from_pretrained(model, **kwargs)
+    expected = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": known.max_position_embeddings}
+    assert scaled.rope_parameters == expected | {"rope_theta": known.rope_parameters["rope_theta"]}
+    assert scaled.max_position_embeddings == longest
+    rotation = build_model(
+        model, dtype=torch.float32, device=torch.device("cpu"), model_init_kwargs=kwargs
+    ).model.rotary_emb
+    assert torch.equal(rotation.inv_freq, ROPE_INIT_FUNCTIONS["yarn"](scaled, torch.device("cpu"))[0])
+    assert "needs a factor, or max_model_len" in told(SFTConfig, text, tmp_path, "--model", model)
+    assert "for backend: fsdp" in told(SFTConfig, text, tmp_path, "--model", model, "--backend", "megatron")
 
 
 def test_lora_llm_is_an_adapter_beside_parts_that_learn_whole(tmp_path: Path) -> None:

@@ -110,11 +110,12 @@ def _pairs(given: GivenKeys) -> None:
     if "exo_pair" in types and not smoothing:
         given.values["label_smoothing"] = 1e-3
         given.where.setdefault("label_smoothing", given.where["loss_type"])
-    if "bco_pair" in types:
-        given.refuse(
-            "loss_type",
-            "loss_type bco_pair of ms-swift shifts rewards by their running mean, which is not built. Write apo_zero, "
-            "or defaults: trl for the loss without the shift",
+    if "bco_pair" in types and "bco_shift" in given.known and "bco_shift" not in given.values:
+        given.values["bco_shift"], given.where["bco_shift"] = True, given.where["loss_type"]
+        given.origins["bco_shift"] = "loss_type bco_pair"
+        given.notes["loss_type"] = (
+            "bco_pair shifts rewards by their mean over optimizer steps; that of ms-swift counts each micro-batch, and "
+            "those of evaluations too"
         )
     if "ipo" in types and len(types) > 1:
         given.refuse(

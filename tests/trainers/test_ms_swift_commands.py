@@ -389,6 +389,15 @@ def test_positions_are_scaled_as_there(tmp_path: Path) -> None:
     assert "for backend: fsdp" in told(SFTConfig, text, tmp_path, "--model", model, "--backend", "megatron")
 
 
+def test_muon_is_an_optimizer_of_ours(tmp_path: Path) -> None:
+    found = load(SFTConfig, "defaults: ms-swift\noptimizer: muon\noptim_args: momentum=0.9", tmp_path)
+    assert (found.optim, found.optim_kwargs, found.adam_beta2) == ("muon", {"momentum": 0.9}, 0.95)
+    assert found.fsdp_sharding_strategy == "no_shard"
+    assert "Write optim: muon" in told(SFTConfig, "optimizer: muonclip", tmp_path)
+    with pytest.raises(ConfigError, match="muon looks at whole weights"):
+        load(SFTConfig, "optim: muon\nfsdp_sharding_strategy: full_shard", tmp_path)
+
+
 def test_lora_llm_is_an_adapter_beside_parts_that_learn_whole(tmp_path: Path) -> None:
     text = "defaults: ms-swift\ntuner_type: lora_llm\nlora_rank: 16\nvit_lr: 1e-5\nfreeze_vit: true\n"
     found = load(SFTConfig, text, tmp_path)

@@ -231,6 +231,20 @@ def _experts(given: GivenKeys) -> None:
 
 def _optimizer(given: GivenKeys) -> None:
     """Megatron's optimizer in the memory of the host, and its states in other precisions."""
+    name = "optimizer"
+    if given.foreign(name) and "optim" in given.known and given.get("backend") != "megatron":
+        value = given.get(name)
+        if value == "muon":
+            given.put("optim", given.take(name), name)
+            if not {"deepspeed", "fsdp", "fsdp_sharding_strategy"} & given.values.keys():
+                given.put("fsdp_sharding_strategy", "no_shard", name)  # as its weights lie there too
+        elif value == "muonclip":
+            given.take(name)
+            given.refuse(
+                name,
+                "optimizer muonclip is not supported: it clips queries and keys by the largest score of attention, "
+                "which torch's attention does not give. Write optim: muon, and remove optim_args",
+            )
     name = "optimizer_cpu_offload"
     if given.foreign(name) and "optimizer_offload" in given.known and given.get(name) is True:
         given.take(name)

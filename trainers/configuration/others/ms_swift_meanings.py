@@ -232,16 +232,19 @@ def _positions(given: GivenKeys) -> None:
     names = [name for name in ("rope_scaling", "max_model_len") if given.foreign(name)]
     if not names or "model_init_kwargs" not in given.known:
         return
-    said = {name: given.take(name) for name in names}
+    said: dict[str, Any] = {name: given.take(name) for name in names}
     asked, longest = said.get("rope_scaling"), said.get("max_model_len")
-    scaling = {"rope_type": asked} if isinstance(asked, str) else dict(asked) if isinstance(asked, Mapping) else {}
+    scaling: dict[str, Any] = (
+        {"rope_type": asked} if isinstance(asked, str) else dict(asked) if isinstance(asked, Mapping) else {}
+    )
     if "type" in scaling:
         scaling.setdefault("rope_type", scaling.pop("type"))
     config = configuration_of(given)
     if (asked is None and longest is None) or config is None:  # who loads the model says why there is none
         return
     text = config.get_text_config()
-    own, known = getattr(text, "rope_parameters", None) or {}, getattr(text, "max_position_embeddings", None)
+    own: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    known: Any = getattr(text, "max_position_embeddings", None)
     is_plain = "rope_theta" in own and isinstance(known, int) and text is config
     if given.get("backend") == "megatron" or not scaling or not is_plain:
         given.refuse(

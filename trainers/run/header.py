@@ -81,10 +81,8 @@ def _learns(config: TrainConfig) -> str:
     """What is trained, without the parts of a vision model that are frozen."""
     told, frozen = shown_tuner(config), [PARTS_OF_VISION[part] for part in vision_settings(config)["frozen"]]
     sees = _has_tower(config.model)
-    if (not frozen and not config.vision_in_full) or sees is False or (config.backend == "megatron" and not sees):
+    if not frozen or sees is False or (config.backend == "megatron" and not sees):
         return told
-    if config.vision_in_full:
-        return f"{told}, and the whole of what sees{f' except {frozen[0]}' if frozen else ''}"
     if config.has_adapter:
         return f"{told} (none in {' and '.join(frozen)})" if sees else told
     return f"{told} except those of {' and '.join(frozen)}{'' if sees else ' of a model that sees'}"

@@ -14,7 +14,6 @@ from trainers.configuration.others.other_names import KNOWN_TUNERS, QUANTIZED
 from trainers.configuration.reading.given_keys import GivenKeys
 
 BONE, MISS = "bone", "miss"  # two names of one tuner
-LORA_LLM = "lora_llm"
 OTHER_TUNERS = (  # of ms-swift and peft
     *("adapter", "llamapro", "loha", "lokr", "longlora", "lora_llm", "oft", "prefix_tuning", "prompt_tuning"),
     *("p_tuning", "qlora", "reft"),
@@ -62,15 +61,10 @@ def translate_tuner(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     tuner = given.get("tuner_type", defaults.get("tuner_type"))
     if not isinstance(tuner, str):
         return  # whoever reads its type says that it is none
-    if tuner == LORA_LLM and given.get("backend") != "megatron" and "vision_in_full" in given.known:
-        _lora_llm(given)
-        tuner = "lora"
-    elif tuner in OTHER_TUNERS:
+    if tuner in OTHER_TUNERS:
         written = given.written.get("tuner_type", "tuner_type")
         given.take("tuner_type")
-        meant = {"qlora": "lora and load_in_4bit: true", LORA_LLM: "lora, or backend: fsdp"}.get(
-            tuner, "lora (or full)"
-        )
+        meant = "lora and load_in_4bit: true" if tuner == "qlora" else "lora (or full)"
         given.refuse(
             "tuner_type",
             f"{written} {tuner} is not supported: of tuners there are {KNOWN_TUNERS}. Write tuner_type: {meant}",
@@ -83,21 +77,6 @@ def translate_tuner(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     _quantization(given, is_ms_swift=is_ms_swift)
     _fields(given, tuner, is_ms_swift=is_ms_swift)
     _modules_to_save(given, tuner)
-
-
-def _lora_llm(given: GivenKeys) -> None:
-    """An adapter of the language model, beside a vision tower and an aligner that learn whole.
-
-    It has the rank and the alpha alone (``swift/tuner_plugin/lora_llm.py``): every linear layer, and no dropout.
-    """
-    unread = [*OF_LORA, "lora_dropout", "lora_target_modules", "modules_to_save", "freeze_vit", "freeze_aligner"]
-    for name in [name for name in (*unread, "freeze_llm") if name in given.values]:
-        written = given.written.get(name, name)
-        given.take(name)
-        given.notes[written] = f"tuner_type {LORA_LLM} does not read it"
-    given.values["tuner_type"] = "lora"
-    given.put("vision_in_full", True, "tuner_type")
-    given.put("lora_dropout", 0.0, "tuner_type")
 
 
 def _megatron_layers(given: GivenKeys) -> None:

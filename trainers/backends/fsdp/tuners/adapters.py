@@ -32,7 +32,6 @@ OF_MODULES_TO_SAVE = ".modules_to_save."
 SHARED = re.compile(r"\.vera_[AB]\.")
 MANY_STEPS = 10**9  # where the length of a run is not known
 SHARED_BY_PEFT = "base_model.vera_"  # where peft saves them
-WHOLE_FILE = "vit.safetensors"  # of weights that learn beside an adapter
 logger = logging.getLogger(__name__)
 
 
@@ -51,7 +50,7 @@ def add_adapter(
     ``settings`` are fields of peft's configuration of the ``tuner``. The ``head`` of a value model is new and is
     trained whole. Unless ``init_lora_weights`` says otherwise LoRA begins as ``fresh_weights.py`` draws it; other
     tuners begin as peft draws them. AdaLoRA divides its ranks over ``num_training_steps``. ``vision``: of a model whose
-    frozen parts get no adapter, nor those that learn whole.
+    frozen parts get no adapter.
 
     Raises:
         ConfigError: a tied embedding or head that would be trained without the other, or values that peft refuses.
@@ -69,8 +68,6 @@ def add_adapter(
     with _compilers_kept():
         adapted = get_peft_model(module, config)
     check_butterflies(module, fields)
-    if vision is not None:
-        vision.learn_whole()
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -506,24 +503,16 @@ def saved_weights(adapted: Any) -> dict[str, torch.Tensor]:
     If the weights lie in shards, every rank must ask for them.
     """
     own = {} if adapted is None else adapted.state_dict()
-    whole = {} if adapted is None else _whole(adapted)
     return {
         name: full(weight.detach()).cpu()
         for name, weight in own.items()
-        if name in whole or (is_adapter(name) and (not SHARED.search(name) or name.startswith(SHARED_BY_PEFT)))
+        if is_adapter(name) and (not SHARED.search(name) or name.startswith(SHARED_BY_PEFT))
     }
-
-
-def _whole(adapted: Any) -> dict[str, torch.Tensor]:
-    """The weights that learn beside the adapter, by the names that they have in ``adapted``."""
-    named = adapted.named_parameters(remove_duplicate=False)
-    return {name: weight for name, weight in named if weight.requires_grad and not is_adapter(name)}
 
 
 def write_adapter(adapted: Any, folder: Path, weights: Mapping[str, torch.Tensor], ranks: Ranks | None = None) -> None:
     """Writes the adapter as peft reads it; ``weights`` are those of ``saved_weights``. One rank calls it.
 
-    What learns beside it is in ``WHOLE_FILE``, as ms-swift writes it.
     AdaLoRA's with all its ranks: one that is zero now may come back in a later step. ``ranks``: for a run that goes on.
     """
     config = adapted.peft_config["default"]
@@ -532,14 +521,10 @@ def write_adapter(adapted: Any, folder: Path, weights: Mapping[str, torch.Tensor
     try:
         if takes_away:
             config.rank_pattern = None
-        adapted.save_pretrained(folder, state_dict={name: value for name, value in weights.items() if is_adapter(name)})
+        adapted.save_pretrained(folder, state_dict=dict(weights))
     finally:
         if takes_away:
             config.rank_pattern = pattern
-    if whole := {name: value.contiguous() for name, value in weights.items() if not is_adapter(name)}:
-        from safetensors.torch import save_file
-
-        save_file(whole, folder / WHOLE_FILE, metadata={"format": "pt"})
     if ranks is not None:
         ranks.save(folder)
 
@@ -564,9 +549,6 @@ def load_adapter(adapted: Any, folder: Path, ranks: Ranks | None = None) -> None
         for name, weight in adapted.named_parameters(remove_duplicate=False)  # peft writes a tied weight twice
         if is_adapter(name) and ".ranknum." not in name
     }
-    if whole := _whole(adapted):
-        own |= whole
-        given |= load_file(folder / WHOLE_FILE) if (folder / WHOLE_FILE).is_file() else {}
     if own.keys() != given.keys():
         odd = sorted(own.keys() ^ given.keys())[:3]
         raise ValueError(f"the adapter in {folder} has other weights than this model's, among them {odd}")

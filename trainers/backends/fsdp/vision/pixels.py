@@ -41,8 +41,7 @@ class Vision:
     """How the pictures and videos of rows get into a vision model, and which of its parts learn.
 
     ``processing``, ``videos``: arguments of the image and of the video processor in place of their own. ``frozen``:
-    parts that do not learn; ``whole``: parts that learn without an adapter where others have one; ``rates``: learning
-    rates of parts that have their own.
+    parts that do not learn; ``rates``: learning rates of parts that have their own.
     """
 
     def __init__(
@@ -54,12 +53,11 @@ class Vision:
         processing: Mapping[str, Any] | None = None,
         videos: Mapping[str, Any] | None = None,
         frozen: Sequence[Part] = (),
-        whole: Sequence[Part] = (),
         rates: Mapping[Part, float] | None = None,
     ) -> None:
         self.module, self.model = module, str(model)
         self.processors = Processors(self.model, trust_remote_code, dict(processing or {}), dict(videos or {}))
-        self.frozen, self.whole, self.parts = tuple(frozen), tuple(whole), part_of(module)
+        self.frozen, self.parts = tuple(frozen), part_of(module)
         self.rates = {name: rates[part] for name, part in self.parts.items() if part in rates} if rates else {}
         freeze(module, frozen)
         self._kept = Kept(_num_bytes)
@@ -70,15 +68,8 @@ class Vision:
         return cls(module, model, **options) if is_vision(module.config) else None
 
     def without_adapter(self) -> list[str]:
-        """Linear layers of the parts that are frozen, or learn whole: they get no adapter."""
-        return linear_layers(self.module, {*self.frozen, *self.whole})
-
-    def learn_whole(self) -> None:
-        """The weights of parts that learn beside an adapter do so, also once peft has frozen all that were there."""
-        kept = {name for name, part in self.parts.items() if part in self.whole and part not in self.frozen}
-        for name, weight in self.module.named_parameters(remove_duplicate=False):
-            if name in kept:
-                weight.requires_grad_(True)
+        """Linear layers of the parts that are frozen, which get no adapter."""
+        return linear_layers(self.module, self.frozen)
 
     @property
     def processor(self) -> Any:

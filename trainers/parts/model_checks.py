@@ -13,7 +13,7 @@ from trainers.backends.megatron.architectures import SEEING, SPEAKING
 from trainers.backends.own_code import own_code_mistake
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
-from trainers.configuration.vision import vision_mistake
+from trainers.configuration.vision import vision_mistake, vision_settings
 from trainers.data.images.processor import is_vision, seeing_part
 from trainers.parts.models import check_same_tokens, lora_settings
 from trainers.parts.tokenizer import load_tokenizer, new_tokens, tokenizer_there
@@ -115,20 +115,27 @@ def check_adapter(config: TrainConfig, model: str) -> None:
     is_all = lora["target_modules"] == "all-linear"
     if config.tuner_type == "lora" and is_all and not lora.get("modules_to_save"):
         return
-    from trainers.backends.fsdp.tuners.adapters import check_tied, target_mistake, tuner_mistake, without_weights
+    from trainers.backends.fsdp.tuners.adapters import (
+        check_tied,
+        target_mistake,
+        tuner_mistake,
+        with_modules,
+        without_weights,
+    )
 
     try:
         module = without_weights(model, trust_remote_code=config.trust_remote_code)
     except ValueError:
         return
-    check_tied(module, lora)
-    if mistake := None if is_all else target_mistake(module, lora):
+    settings = with_modules(module, lora)
+    check_tied(module, settings)
+    if mistake := None if is_all else target_mistake(module, settings):
         told = ", ".join(config.lora_target_modules) or "empty"
         raise ConfigError(
             f"lora_target_modules is {told}, which do not fit {model!r}: {mistake}. Name some of these, or write "
             "all-linear for all."
         )
-    if mistake := tuner_mistake(module, config.tuner_type, lora):
+    if mistake := tuner_mistake(module, config.tuner_type, settings):
         raise ConfigError(f"tuner_type: {config.tuner_type} does not fit {model!r}: {mistake}")
 
 
@@ -299,7 +306,7 @@ def check_engine_sees(config: Any) -> None:
     from trainers.rollout.vllm.vision.features import check_torchvision
 
     check_torchvision()
-    is_whole = {config.freeze_vit, config.freeze_aligner} == {False}
+    is_whole = not {"vit", "aligner"} & set(vision_settings(config)["frozen"])
     drops = getattr(config, "sleep_level", 0) == 2 or config.vllm_engine_kwargs.get("load_format") == "dummy"
     if config.backend == "megatron" and not is_whole and drops:
         raise ConfigError(

@@ -14,8 +14,9 @@ from trainers.configuration.others.other_names import KNOWN_TUNERS, QUANTIZED
 from trainers.configuration.reading.given_keys import GivenKeys
 
 BONE, MISS = "bone", "miss"  # two names of one tuner
+OF_LANGUAGE = "lora_llm"
 OTHER_TUNERS = (  # of ms-swift and peft
-    *("adapter", "llamapro", "loha", "lokr", "longlora", "lora_llm", "oft", "prefix_tuning", "prompt_tuning"),
+    *("adapter", "llamapro", "loha", "lokr", "longlora", "oft", "prefix_tuning", "prompt_tuning"),
     *("p_tuning", "qlora", "reft"),
 )
 OF_LORA = {"use_rslora": "use_rslora", "use_dora": "use_dora", "init_weights": "init_lora_weights"}
@@ -70,6 +71,9 @@ def translate_tuner(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
             f"{written} {tuner} is not supported: of tuners there are {KNOWN_TUNERS}. Write tuner_type: {meant}",
         )
         tuner = "lora"
+    elif tuner == OF_LANGUAGE:
+        tuner = given.values["tuner_type"] = "lora"
+        _whole_tower(given)
     elif tuner == BONE:
         tuner = given.values["tuner_type"] = MISS
     is_ms_swift = defaults.get("defaults") == "ms-swift"
@@ -77,6 +81,19 @@ def translate_tuner(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     _quantization(given, is_ms_swift=is_ms_swift)
     _fields(given, tuner, is_ms_swift=is_ms_swift)
     _modules_to_save(given, tuner)
+
+
+def _whole_tower(given: GivenKeys) -> None:
+    """ms-swift's lora_llm: vision tower and aligner learn themselves beside an adapter of the language model."""
+    for name in [name for name in ("freeze_vit", "freeze_aligner", "freeze_llm") if name in given.values]:
+        given.take(name)
+        given.notes[name] = f"tuner_type is {OF_LANGUAGE}: vision tower and aligner learn themselves"
+    if given.get("backend") != "megatron" and given.get("lora_dropout", 0.0) != 0.0:
+        given.take("lora_dropout")
+        given.notes["lora_dropout"] = f"tuner_type is {OF_LANGUAGE}, which does not read it"
+    if given.get("backend") != "megatron":
+        given.put("lora_dropout", 0.0, "tuner_type")
+    given.put_inner("lora_kwargs", "modules_to_save", ["vit", "aligner"], "tuner_type")
 
 
 def _megatron_layers(given: GivenKeys) -> None:

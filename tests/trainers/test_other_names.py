@@ -387,7 +387,6 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "min_lr is not supported with lr_scheduler_type inverse_sqrt",
     ),
     (SFTConfig, "deepspeed: {a: 1}", "or the fsdp_* keys themselves"),
-    (SFTConfig, "quant_bits: 4", "without quant_method ms-swift quantizes nothing. Write quant_method: bnb, or"),
     (SFTConfig, "quant_method: hqq\nquant_bits: 4\nhqq_axis: 1", "hqq_axis: quant_method hqq is not supported, as"),
     (SFTConfig, "quant_method: bnb", "quant_method bnb needs quant_bits: 4 or 8, got None"),
     (

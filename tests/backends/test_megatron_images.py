@@ -251,6 +251,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "frozen tower": {"vision": {"frozen": ["vit"]}},
     "frozen language": {"vision": {"frozen": ["llm"], "rates": RATES}},
     "adapter": {"vision": {"frozen": ["vit", "aligner"]}, "lora": LORA},
+    "adapter on both": {"vision": {"frozen": ["aligner"], "rates": RATES}, "lora": LORA},
     "adapter and tower": {"vision": {"rates": RATES}, "lora": LORA | {"modules_to_save": ["vit", "aligner"]}},
 }
 

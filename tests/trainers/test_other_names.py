@@ -157,6 +157,11 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
     ),
     (
         SFTConfig,
+        "backend: megatron\ntuner_type: lora\ntarget_modules: all-linear all-router\ndefaults: trl",
+        MEGATRON | {"tuner_type": "lora", "lora_kwargs": {"target_parameters": ["mlp.gate.weight"]}},
+    ),
+    (
+        SFTConfig,
         "backend: megatron\ntuner_type: lora_llm\nlora_dropout: 0.1\ndefaults: trl",
         MEGATRON | {"tuner_type": "lora", "lora_kwargs": {"modules_to_save": ["vit", "aligner"]}, "lora_dropout": 0.1},
     ),

@@ -270,12 +270,6 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
                 f"model: {config.model!r} ({found.model_type}) also hears and speaks, and no engine completes prompts "
                 "for such a model here. Train it in SFT, DPO or KTO, or take another vision model."
             )
-        for name in ("freeze_vit", "freeze_aligner"):
-            if getattr(config, name) is False and config.has_adapter:
-                raise ConfigError(
-                    f"{name} is false, but an adapter of backend: megatron is on the language model of "
-                    f"{config.model!r} alone. Remove it, or write backend: fsdp."
-                )
         rates = [name for name in ("vit_lr", "aligner_lr") if getattr(config, name) is not None]
         if rates and not config.learning_rate:
             raise ConfigError(

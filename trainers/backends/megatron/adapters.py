@@ -6,7 +6,7 @@ megatron-core fuses what Hugging Face keeps apart, so a layer may have several p
     o_proj                 -> linear_proj     down_proj          -> linear_fc2
 
 Function, number of weights and initial values are as with peft on the model in one process, but for one thing: of
-targets in one fused layer, dropout takes the same inputs. Routers, gates of shared experts, embedding and head get no
+targets in one fused layer, dropout takes the same inputs. Gates of shared experts, embedding and head get no
 adapter, but the last two are trained themselves where ``modules_to_save`` names them. "all-linear" is attention, dense
 MLPs and shared experts, and of qwen3_moe, where names of an MLP mean experts to peft, attention alone.
 
@@ -36,6 +36,7 @@ from trainers.backends.megatron.adapter_targets import (
     PARTS,
     chosen_targets,
     expert_names,
+    is_router,
     linear_layers,
     names_in_stacks,
     peft_fields,
@@ -95,6 +96,11 @@ class MegatronAdapter:
         if self._has_parts:
             assert tower is not None, "who checks the configuration says that there is none"
             self.wholes |= tower.shapes.keys()
+        self._in_tower = (
+            []
+            if tower is None or self._has_parts
+            else tower.adaptable(self.settings.get("target_modules", "all-linear"))
+        )
         self._originals: dict[Parameter, torch.Tensor] = {}  # of weights that are trained themselves, on the host
         self._is_grouped = bool(stages[0].config.moe_grouped_gemm)
         self._low_ranks: list[Any] = []
@@ -109,6 +115,7 @@ class MegatronAdapter:
             self._blocks.append([piece for source in sources for piece in self._added(source, layer)])
             if expert_names(config, number) & self.targets:
                 self._blocks.append(list(self._added_to_experts(number, layer)))
+        self._blocks += self._added_to_tower(stages[0])
         self._blocks += self._trained_whole(stages)
         if value_head:
             shape = {f"{PREFIX}score.weight": (num_labels, config.hidden_size)}
@@ -143,7 +150,8 @@ class MegatronAdapter:
 
     def changes(self, name: str) -> bool:
         """Whether training makes another of the weight of that name in the checkpoint."""
-        return canonical(name) in self.targets | self.wholes or (self.value_head and name == VALUES)
+        in_tower = canonical(name).removesuffix(".weight") in self._in_tower
+        return in_tower or canonical(name) in self.targets | self.wholes or (self.value_head and name == VALUES)
 
     def merged(self, parameter: Parameter) -> torch.Tensor:
         """This worker's part of a weight with the adapter added, which leaves the weight as it is."""
@@ -181,11 +189,14 @@ class MegatronAdapter:
         weights = {name: weight.cpu() for name, weight in self.state()}
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
+            fields = self._fields()
+            if fields.get("target_parameters"):  # beside which peft has no dropout, and here are routers alone
+                fields["lora_dropout"] = 0.0
             whole = ["score"] if self.value_head else []
             whole += [one for one in self.settings.get("modules_to_save") or () if one not in PARTS]
             whole += list(self._tower.modules) if self._has_parts and self._tower is not None else []
             LoraConfig(
-                **self.settings | self._fields() | {"modules_to_save": whole or None},
+                **self.settings | fields | {"modules_to_save": whole or None},
                 task_type="SEQ_CLS" if self.value_head else "CAUSAL_LM",
                 base_model_name_or_path=self._config.name_or_path,
                 inference_mode=True,
@@ -200,12 +211,14 @@ class MegatronAdapter:
         return name.replace(LAYERS, self._layers, 1) if name != EMBEDDING else name.replace("model.", self._model, 1)
 
     def _fields(self) -> dict[str, Any]:
-        """Which layers peft takes: of a model that also sees, none of the tower, some of which have the same names."""
+        """Which layers peft takes; of a model that also sees, those of the tower by whole names."""
         found = peft_fields(self._config, self.settings, self.targets)
         if self._layers == LAYERS or not found["target_modules"]:
             return found
         names = [re.escape(self._in_memory(name).removeprefix(self._inner)) for name in found["target_modules"]]
-        return found | {"target_modules": rf"(.*\.)?{re.escape(self._inner)}(.*\.)?({'|'.join(names)})"}
+        language = rf"{re.escape(self._inner)}(.*\.)?({'|'.join(names)})"
+        both = "|".join([language, *(re.escape(self._in_memory(name)) for name in self._in_tower)])
+        return found | {"target_modules": rf"(.*\.)?({both})"}
 
     def load(self, folder: Path) -> None:
         """Puts back, in place, what ``save`` or peft wrote. Every rank.
@@ -249,6 +262,27 @@ class MegatronAdapter:
                 sections = {name: source.sections[target] for name, target in given if target in source.sections}
             stacked = Source((), tensors, cut, source.num_ranks, sections=sections)
             yield Piece(stacked, getattr(low_rank, key, None), self._tensor)
+
+    def _added_to_tower(self, first: Any) -> Iterator[list[Piece]]:
+        """What the adapter has beside each linear layer of those parts of the tower that are not frozen."""
+        from trainers.backends.megatron.low_rank import attach_to_linear
+
+        shapes = {} if self._tower is None else self._tower.shapes
+        for name in self._in_tower:
+            low_rank = None
+            if first.pre_process:
+                base = first.get_submodule(name.removeprefix("model."))
+                settings: dict[str, Any] = {
+                    "scaling": self._scaling(),
+                    "dropout": self.settings.get("lora_dropout", 0.0),
+                }
+                low_rank = self._kept(base, attach_to_linear(base, self.rank, **settings))
+            height, width = shapes[f"{name}.weight"]
+            named = PREFIX + self._in_memory(name)
+            a, b = {f"{named}.lora_A.weight": (self.rank, width)}, {f"{named}.lora_B.weight": (height, self.rank)}
+            self._scalings |= dict.fromkeys(b, self._scaling())
+            own = ((a, getattr(low_rank, "a", None)), (b, getattr(low_rank, "b", None)))
+            yield [Piece(Source((), tensors), weight, self._tensor) for tensors, weight in own]
 
     def _trained_whole(self, stages: Sequence[Any]) -> Iterator[list[Piece]]:
         """What is trained itself: embedding, head, and the layers of the tower; each learns from now on."""
@@ -309,18 +343,23 @@ class MegatronAdapter:
     def _attached(self, source: Source, targets: list[str], layer: Any) -> Any:
         from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-        from trainers.backends.megatron.low_rank import LowRank, attach
+        from trainers.backends.megatron.low_rank import LowRank, attach, attach_to_router
 
         name = source.parameters[0].removesuffix(".weight")
         base = layer.get_submodule(name)
+        dropout = self.settings.get("lora_dropout", 0.0)
+        if is_router(source.key):
+            return self._kept(base, attach_to_router(base, self.rank, scaling=self._scaling(), dropout=dropout))
         if not isinstance(base, ColumnParallelLinear | RowParallelLinear) or base.explicit_expert_comm:
             raise ConfigError(
                 f"no adapter can be added to {name}, a {type(base).__name__}: backend: megatron adds them to "
                 "megatron-core's own layers, and needs moe_shared_expert_overlap: false"
             )
-        dropout = self.settings.get("lora_dropout", 0.0)
-        low_rank = LowRank(base, source, targets, rank=self.rank, scaling=self._scaling(), dropout=dropout)
-        attach(base, low_rank)
+        cut = LowRank(base, source, targets, rank=self.rank, scaling=self._scaling(), dropout=dropout)
+        attach(base, cut)
+        return self._kept(base, cut)
+
+    def _kept(self, base: Any, low_rank: Any) -> Any:
         self._low_ranks.append(low_rank)
         self._deltas[base.weight] = low_rank.delta
         return low_rank

@@ -15,6 +15,7 @@ from trainers.configuration.reading.given_keys import GivenKeys
 
 BONE, MISS = "bone", "miss"  # two names of one tuner
 OF_LANGUAGE = "lora_llm"
+ALL_ROUTER, ROUTER = "all-router", "mlp.gate.weight"  # ms-swift's word, and peft's name of a router's weight
 OTHER_TUNERS = (  # of ms-swift and peft
     *("adapter", "llamapro", "loha", "lokr", "longlora", "oft", "prefix_tuning", "prompt_tuning"),
     *("p_tuning", "qlora", "reft"),
@@ -101,6 +102,9 @@ def _megatron_layers(given: GivenKeys) -> None:
     name = "lora_target_modules"
     listed = given.get(name)
     names = listed.split() if isinstance(listed, str) else listed
+    if given.get("backend") == "megatron" and isinstance(names, list) and ALL_ROUTER in names:
+        names = given.values[name] = [one for one in names if one != ALL_ROUTER]
+        given.put_inner("lora_kwargs", "target_parameters", [ROUTER], name)
     if given.get("backend") != "megatron" or not isinstance(names, list) or not set(OF_MEGATRON) & {*map(str, names)}:
         return
     given.values[name] = [one for layer in names for one in OF_MEGATRON.get(str(layer), (layer,))]

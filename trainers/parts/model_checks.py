@@ -133,20 +133,27 @@ def check_adapter(config: TrainConfig, model: str) -> None:
     is_all = lora["target_modules"] == "all-linear"
     if config.tuner_type == "lora" and is_all and not lora.get("modules_to_save"):
         return
-    from trainers.backends.fsdp.tuners.adapters import check_tied, target_mistake, tuner_mistake, without_weights
+    from trainers.backends.fsdp.tuners.adapters import (
+        check_tied,
+        target_mistake,
+        tuner_mistake,
+        with_modules,
+        without_weights,
+    )
 
     try:
         module = without_weights(model, trust_remote_code=config.trust_remote_code)
     except ValueError:
         return
-    check_tied(module, lora)
-    if mistake := None if is_all else target_mistake(module, lora):
+    settings = with_modules(module, lora)
+    check_tied(module, settings)
+    if mistake := None if is_all else target_mistake(module, settings):
         told = ", ".join(config.lora_target_modules) or "empty"
         raise ConfigError(
             f"lora_target_modules is {told}, which do not fit {model!r}: {mistake}. Name some of these, or write "
             "all-linear for all."
         )
-    if mistake := tuner_mistake(module, config.tuner_type, lora):
+    if mistake := tuner_mistake(module, config.tuner_type, settings):
         raise ConfigError(f"tuner_type: {config.tuner_type} does not fit {model!r}: {mistake}")
 
 
@@ -281,12 +288,6 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
                 f"model: {config.model!r} ({found.model_type}) also hears and speaks, and no engine completes prompts "
                 "for such a model here. Train it in SFT, DPO or KTO, or take another vision model."
             )
-        for name in ("freeze_vit", "freeze_aligner"):
-            if getattr(config, name) is False and config.has_adapter:
-                raise ConfigError(
-                    f"{name} is false, but an adapter of backend: megatron is on the language model of "
-                    f"{config.model!r} alone. Remove it, or write backend: fsdp."
-                )
         rates = [name for name in ("vit_lr", "aligner_lr") if getattr(config, name) is not None]
         if rates and not config.learning_rate:
             raise ConfigError(
@@ -317,7 +318,7 @@ def check_engine_sees(config: Any, found: Any) -> None:
     from trainers.rollout.vllm.vision.features import check_pictures
 
     check_pictures(found)
-    is_whole = {config.freeze_vit, config.freeze_aligner} == {False}
+    is_whole = not {"vit", "aligner"} & set(vision_settings(config)["frozen"])
     drops = getattr(config, "sleep_level", 0) == 2 or config.vllm_engine_kwargs.get("load_format") == "dummy"
     if config.backend == "megatron" and not is_whole and drops:
         raise ConfigError(

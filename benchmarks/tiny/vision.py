@@ -400,6 +400,7 @@ IN_VLLM: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"hidden_size": 128, **_mrope(4, 6, 6)},
     "qwen2_5_vl": {"hidden_size": 128, **_mrope(4, 6, 6)},
     "qwen3_vl": {"head_dim": 32, **_mrope(6, 5, 5)},
+    "qwen3_vl_moe": {"head_dim": 32, **_mrope(6, 5, 5)},
     "qwen3_5": {
         "head_dim": 32,
         "linear_key_head_dim": 128,
@@ -412,6 +413,8 @@ IN_VLLM: dict[str, dict[str, Any]] = {
     "llava": {"hidden_size": 128},
     "internvl": {"hidden_size": 128},
     "llava_onevision": {"hidden_size": 128},
+    "glm46v": {"hidden_size": 128, **_mrope(4, 6, 6, partial_rotary_factor=1.0)},
+    "paddleocr_vl": {"head_dim": 32, **_mrope(4, 6, 6)},
 }
 
 

@@ -136,6 +136,20 @@ def test_a_model_whose_pictures_are_attended_to_as_a_whole_is_refused_on_a_cpu(g
             check_model_on_cpu(tmp_path)
 
 
+def engine_of(kind: str, processed: Any) -> Any:
+    """What is asked of vLLM's engine; ``processed``: its processor."""
+    config = SimpleNamespace(hf_config=SimpleNamespace(model_type=kind))
+    processor = SimpleNamespace(process_inputs=processed)
+    return SimpleNamespace(get_supported_tasks=tuple, input_processor=processor, model_config=config)
+
+
+def test_pictures_that_vllm_would_cut_up_where_transformers_does_not_are_refused(gemma: str) -> None:
+    engine = engine_of("llava_onevision", None)
+    taken = features.Features(engine, gemma, AutoTokenizer.from_pretrained(gemma))
+    with pytest.raises(ConfigError, match=r"vLLM cuts every picture .* a prompt has 2. Write rollout_engine: hf"):
+        taken.of(pictures_of([png(0), png(1)]), np.zeros(4, np.int64), salt="0")
+
+
 def test_tokens_beside_a_picture_may_be_one_with_those_of_the_prompt(gemma: str) -> None:
     """Gemma 3 writes blank lines around a picture, which are one token with those of the text."""
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -154,7 +168,7 @@ def test_tokens_beside_a_picture_may_be_one_with_those_of_the_prompt(gemma: str)
         )
         return SimpleNamespace(prompt_token_ids=alone, mm_features=[feature])
 
-    engine = SimpleNamespace(get_supported_tasks=tuple, input_processor=SimpleNamespace(process_inputs=processed))
+    engine = engine_of("gemma3", processed)
     pictures = pictures_of([png(0)])
     text, _ = reader.expanded(f"Look:\n{reader.processor.image_token}\nWhat?", pictures)
     ids = np.array(tokenizer(text)["input_ids"])

@@ -32,6 +32,7 @@ from trainers.rollout.vllm.vision.rotations import rotation_overrides
 
 NEEDED = {"smolvlm": (("num2words", "SmolVLM's processor"),)}  # packages, beside torchvision
 NEVER = -100.0  # nats: the most that vLLM lets a bias take from a logit
+CUT_ALONE = ("llava_onevision",)  # a picture beside others is not cut into parts by transformers
 Known = list[tuple[np.ndarray, Any]]  # of each picture: its tokens, and vLLM's feature
 
 
@@ -96,15 +97,22 @@ class Features:
         self.picture_ids = [int(token) for token in processor.image_token_ids if token is not None]
         self.place_ids = tokenizer(processor.image_token, add_special_tokens=False)["input_ids"]
         self.tasks = engine.get_supported_tasks()
+        self.kind = str(engine.model_config.hf_config.model_type)
         self._kept = Kept(_num_bytes)
 
     def of(self, pictures: Pictures, prompt_ids: np.ndarray, *, salt: str) -> list[Any]:
         """vLLM's features of the pictures, at the places of their tokens in ``prompt_ids``.
 
         Raises:
-            ConfigError: vLLM gives a picture other tokens than the prompt has, or takes fewer pictures.
+            ConfigError: vLLM gives a picture other tokens than the prompt has, takes fewer pictures, or cuts them up
+                otherwise than the trainer.
         """
         flat = tuple(chain.from_iterable(documents_of(pictures))) if pictures else ()
+        if self.kind in CUT_ALONE and len(flat) > 1:
+            raise ConfigError(
+                f"vLLM cuts every picture of a prompt into parts, and {self.kind} is trained with parts only where a "
+                f"picture is alone; a prompt has {len(flat)}. Write rollout_engine: hf, or give prompts one picture."
+            )
         known = self._known(flat)
         found: list[Any] = []
         start = 0

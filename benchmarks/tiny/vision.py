@@ -25,7 +25,8 @@ TEMPLATE = (
     "{%- if message['role'] == 'assistant' -%}{%- generation -%}"
     "{%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}{{- '<|im_end|>' -}}{%- endgeneration -%}"
     "{%- else -%}{%- for part in message['content'] -%}"
-    "{%- if part['type'] == 'image' -%}{{- IMAGE -}}{%- else -%}{{- part['text'] -}}{%- endif -%}"
+    "{%- if part['type'] == 'image' -%}{{- IMAGE -}}{%- elif part['type'] == 'video' -%}{{- VIDEO -}}"
+    "{%- else -%}{{- part['text'] -}}{%- endif -%}"
     "{%- endfor -%}{{- '<|im_end|>' -}}{%- endif -%}"
     "{{- '\\n' -}}"
     "{%- endfor -%}"
@@ -46,6 +47,7 @@ TEXT: dict[str, Any] = {
 }
 QWEN = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 QWEN_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 
 
@@ -79,10 +81,24 @@ def png(number: int) -> bytes:
     return written.getvalue()
 
 
-def _tokenizer(tokens: Sequence[str], place: str, **fields: Any) -> Any:
+def frames(number: int, count: int = 4) -> list[bytes]:
+    """The pictures of a video, one file each: a rectangle that moves."""
+    width, height = SHAPES[number % len(SHAPES)]
+    found = []
+    for k in range(count):
+        image = Image.new("RGB", (width, height), "white")
+        left, top = (3 * number + 4 * k) % (width - 6), (number + 2 * k) % (height - 6)
+        ImageDraw.Draw(image).rectangle((left, top, left + 5, top + 5), fill=COLOURS[number % len(COLOURS)])
+        written = io.BytesIO()
+        image.save(written, "PNG")
+        found.append(written.getvalue())
+    return found
+
+
+def _tokenizer(tokens: Sequence[str], place: str, video: str = "", **fields: Any) -> Any:
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|endoftext|>", *tokens]})
-    tokenizer.chat_template = TEMPLATE.replace("IMAGE", repr(place))
+    tokenizer.chat_template = TEMPLATE.replace("IMAGE", repr(place)).replace("VIDEO", repr(video))
     for name, token in fields.items():
         tokenizer._set_model_specific_special_tokens({name: token})
     return tokenizer
@@ -95,7 +111,15 @@ def _qwen_processor(folder: Path, tokenizer: Any, patch_size: int, kind: str) ->
     Qwen2VLImageProcessorPil(patch_size=patch_size, merge_size=2, temporal_patch_size=2, **sizes).save_pretrained(
         folder
     )
+    of_videos = "Qwen3VL" if kind.startswith("Qwen3VL") else "Qwen2VL"
+    _video_config(folder, of_videos, patch_size=patch_size, merge_size=2, temporal_patch_size=2, **sizes)
     _processor_config(folder, kind)
+
+
+def _video_config(folder: Path, kind: str, **fields: Any) -> None:
+    """The file of a video processor; its class needs torchvision, the file does not."""
+    fields |= {"video_processor_type": f"{kind}VideoProcessor"}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(fields))
 
 
 def _processor_config(folder: Path, kind: str, **fields: Any) -> None:
@@ -108,7 +132,7 @@ def _ids(tokenizer: Any, **tokens: str) -> dict[str, int]:
 
 def _qwen(folder: Path, kind: str, processor: str, text: dict[str, Any], vision: dict[str, Any]) -> tuple[Any, Any]:
     """A model of one of Qwen's families: ``kind`` is the name of its classes."""
-    tokenizer = _tokenizer(QWEN, QWEN_PLACE)
+    tokenizer = _tokenizer(QWEN, QWEN_PLACE, QWEN_VIDEO)
     _qwen_processor(folder, tokenizer, 4, f"{processor}Processor")
     text = TEXT | {"rope_parameters": MROPE, "vocab_size": len(tokenizer), "dtype": "float32"} | text
     sizes = {"depth": 2, "hidden_size": 16, "num_heads": 2, "out_hidden_size": text["hidden_size"]}
@@ -251,9 +275,10 @@ def _internvl(folder: Path, **text: Any) -> tuple[Any, Any]:
 
     tokens = ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
     names = {"start_image_token": tokens[0], "end_image_token": tokens[1], "context_image_token": tokens[2]}
-    tokenizer = _tokenizer(tokens, tokens[2], **names, video_token=tokens[3])
+    tokenizer = _tokenizer(tokens, tokens[2], tokens[3], **names, video_token=tokens[3])
     sizes = {"size": {"height": 16, "width": 16}, "crop_to_patches": True, "max_patches": 3}
     GotOcr2ImageProcessorPil(**sizes).save_pretrained(folder)
+    _video_config(folder, "InternVL", size={"height": 16, "width": 16})
     _processor_config(folder, "InternVLProcessor", image_seq_length=4)
     vision = _siglip(image_size=[16, 16], patch_size=[4, 4], use_mean_pooling=False)
     vision |= {"projection_dropout": 0.0, "hidden_dropout_prob": 0.1}
@@ -271,10 +296,11 @@ def _internvl(folder: Path, **text: Any) -> tuple[Any, Any]:
 def _llava_onevision(folder: Path, **text: Any) -> tuple[Any, Any]:
     from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
-    tokenizer = _tokenizer(["<image>", "<video>"], "<image>")
+    tokenizer = _tokenizer(["<image>", "<video>"], "<image>", "<video>")
     pinpoints = [[16, 16], [16, 32], [32, 16], [32, 32]]
     sizes = {"size": {"height": 16, "width": 16}, "image_grid_pinpoints": pinpoints}
     LlavaOnevisionImageProcessorPil(**sizes).save_pretrained(folder)
+    _video_config(folder, "LlavaOnevision", size={"height": 16, "width": 16})
     fields = {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9"}
     _processor_config(folder, "LlavaOnevisionProcessor", **fields)
     vision = {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4, "vision_use_head": False}

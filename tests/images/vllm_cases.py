@@ -154,7 +154,7 @@ def of_engine(folder: Path) -> Iterator[tuple[str, Any]]:
     engine.load_weights(backend.named_weights())
     many = Prompts.concat([asked] * 8)
     drawn = engine.generate(many, Sampling(max_completion_length=6, temperature=0.7), seed=3)
-    yield "pictures drawn", int(backend.vision.is_picture(drawn.completion_ids.values).sum())
+    yield "pictures drawn", int((backend.vision.kinds(drawn.completion_ids.values) > 0).sum())
     yield "drawn", gap(backend, many, drawn, 0.7)
     samples = dataclasses.replace(drawn, images=many.images).samples()
     sequences = Sequences(samples.input_ids, samples.target_mask, images=samples.images)

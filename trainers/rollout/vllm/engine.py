@@ -190,7 +190,8 @@ class VllmEngine:
         """The numbers under which ``advance`` gives out the prompts' completions. Others may be running.
 
         Raises:
-            ConfigError: the model's length has no room for a prompt and ``max_completion_length``; nothing was begun.
+            ConfigError: the model's length has no room for a prompt and ``max_completion_length`` (or one token, if
+                the sampling clips); nothing was begun.
         """
         self._check_awake()
         refuse_empty_prompts(prompts)
@@ -207,6 +208,7 @@ class VllmEngine:
         drawn = range(len(prompts)) if prompts.numbers is None else prompts.numbers.tolist()
         for place, number, prompt_ids, seen in zip(drawn, numbers, prompts.prompt_ids, features, strict=True):
             params.seed = int(np.random.SeedSequence([seed, place]).generate_state(1)[0])
+            params.max_tokens = min(sampling.max_completion_length, self.max_model_len - len(prompt_ids))
             self._running[self.core.add(str(number), prompt_ids, params, seen)] = Running(number, prompt_ids)
         return numbers
 

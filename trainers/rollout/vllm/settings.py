@@ -180,9 +180,14 @@ def check_sampling_kwargs(sampling: Sampling) -> None:
 
 
 def check_fits(prompts: Prompts, sampling: Sampling, length: int) -> None:
-    """Raises ConfigError if ``length`` tokens have no room for a prompt and its completion."""
+    """Raises ConfigError if ``length`` tokens have no room for a prompt and its completion, or one token of it."""
     longest = int(prompts.prompt_ids.lengths.max(initial=0))
-    if longest + sampling.max_completion_length > length:
+    if sampling.clips and longest >= length:
+        raise ConfigError(
+            f"the longest prompt has {longest} tokens, and vLLM's max_model_len is {length}, so that no token has room "
+            "behind it. Set max_prompt_length, or raise vllm_max_model_len."
+        )
+    if not sampling.clips and longest + sampling.max_completion_length > length:
         raise ConfigError(
             f"the longest prompt has {longest} tokens, and with a completion of {sampling.max_completion_length} "
             f"(max_completion_length) that is more than vLLM's max_model_len, which is {length}. Set "

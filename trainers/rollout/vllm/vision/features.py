@@ -26,8 +26,8 @@ import numpy as np
 from rayhelper import ConfigError
 from trainers.backends.fsdp.vision.pixels import documents_of
 from trainers.data.images.kept import Kept
-from trainers.data.images.pictures import Picture, Pictures
-from trainers.data.images.processor import is_vision, load_processor
+from trainers.data.images.pictures import Medium, Picture, Pictures
+from trainers.data.images.processor import has_videos, is_vision, load_processor
 from trainers.rollout.vllm.vision.rotations import rotation_overrides
 
 NEEDED = {"smolvlm": (("num2words", "SmolVLM's processor"),)}  # packages, beside torchvision
@@ -94,7 +94,7 @@ class Features:
         self.engine = engine
         told: dict[str, Any] = {"trust_remote_code": trust_remote_code, "processing": processing}
         processor = load_processor(str(model), tokenizer=tokenizer, **told)
-        self.picture_ids = [int(token) for token in processor.image_token_ids if token is not None]
+        self.picture_ids = processor.seen_token_ids
         self.place_ids = tokenizer(processor.image_token, add_special_tokens=False)["input_ids"]
         self.tasks = engine.get_supported_tasks()
         self.kind = str(engine.model_config.hf_config.model_type)
@@ -113,6 +113,7 @@ class Features:
                 f"vLLM cuts every picture of a prompt into parts, and {self.kind} is trained with parts only where a "
                 f"picture is alone; a prompt has {len(flat)}. Write rollout_engine: hf, or give prompts one picture."
             )
+        assert not has_videos(flat), "rows with videos are refused where they are read"
         known = self._known(flat)
         found: list[Any] = []
         start = 0
@@ -135,21 +136,21 @@ class Features:
         """Draws no token that stands for a part of a picture; ``params``: vLLM's SamplingParams, changed in place."""
         params.logit_bias = {**(params.logit_bias or {}), **dict.fromkeys(self.picture_ids, NEVER)}
 
-    def _known(self, pictures: tuple[Picture, ...]) -> Known:
+    def _known(self, pictures: tuple[Medium, ...]) -> Known:
         if not pictures:
             return []
         key = tuple(picture.key for picture in pictures)
         name = hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
         return self._kept.get(key, lambda: self._processed(pictures, name))
 
-    def _processed(self, pictures: tuple[Picture, ...], name: str) -> Known:
+    def _processed(self, pictures: tuple[Medium, ...], name: str) -> Known:
         """A prompt of places of pictures alone, through vLLM's processor."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
 
         prompt = {
             "prompt_token_ids": [token for _ in pictures for token in self.place_ids],
-            "multi_modal_data": {"image": [picture.image() for picture in pictures]},
+            "multi_modal_data": {"image": [picture.image() for picture in pictures if isinstance(picture, Picture)]},
             "multi_modal_uuids": {"image": [f"{name}-{number}" for number in range(len(pictures))]},
         }
         try:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.xdist_group("vllm")
 
 KINDS = {  # of configurations, by type of the language model
     **{f"{kind}_text": kind for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")},
-    **{f"{kind}_text": kind for kind in ("qwen3_5_moe", "paddleocr_vl", "glm4v", "glm4v_moe")},
+    **{f"{kind}_text": kind for kind in ("qwen3_5_moe", "glm4v", "glm4v_moe")},
 }
 
 
@@ -107,6 +107,12 @@ def test_rotations_that_vllm_cannot_do_are_refused(
     monkeypatch.setattr(features, "find_spec", lambda name: name)  # as if torchvision were installed here
     with pytest.raises(ConfigError, match=f"{said}.*rollout_engine: hf"):
         features.check_pictures(configuration("qwen3_vl", (24, 20, 20), **rope))
+
+
+def test_a_kind_with_other_numbers_in_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "find_spec", lambda name: name)
+    with pytest.raises(ConfigError, match=r"rollout_engine: vllm gives other numbers for paddleocr_vl .* Write hf"):
+        features.check_pictures(AutoConfig.for_model("paddleocr_vl"))
 
 
 def test_a_package_that_a_kind_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,10 @@ from trainers.rollout.vllm.vision.rotations import rotation_overrides
 
 NEEDED = {"smolvlm": (("num2words", "SmolVLM's processor"),)}  # packages, beside torchvision
 NEVER = -100.0  # nats: the most that vLLM lets a bias take from a logit
+UNLIKE = {  # kinds of which vLLM (0.32) and transformers (5.19) compute other numbers, and why
+    "paddleocr_vl": "between the learned positions of patches vLLM interpolates without aligning the corners, and "
+    "transformers aligns them",
+}
 CUT_ALONE = ("llava_onevision",)  # a picture beside others is not cut into parts by transformers
 Known = list[tuple[np.ndarray, Any]]  # of each picture: its tokens, and vLLM's feature
 
@@ -59,6 +63,11 @@ def check_pictures(configuration: Any, key: str = "rollout_engine") -> None:
                 f"{key}: vllm needs {package} for {why}, and it is not installed. Run "
                 f"pip install {package}{version}, or write hf."
             )
+    if configuration.model_type in UNLIKE:
+        raise ConfigError(
+            f"{key}: vllm gives other numbers for {configuration.model_type} than the trainer: "
+            f"{UNLIKE[configuration.model_type]}. Write hf."
+        )
     rotation_overrides(configuration)
 
 

@@ -5,7 +5,8 @@
 No model: what a scheduler plans is answered with tokens of a seed. Milliseconds of a core per step of ``schedule``, of
 ``update_from_output`` and of both, medians over rounds, which alternate between vLLM's scheduler, vLLM's with our
 patches, ours, and ours one request at a time (as it is where prompts are among a step's requests).
-``--ends``: completions end at lengths spread over the steps; otherwise all are as long. All must be told the same tokens of the same requests.
+``--ends``: completions end at lengths spread over the steps; otherwise all are as long. All must be told the same
+tokens of the same requests.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 from benchmarks.origin import origin
 from tests.rollout.prompts import save_decided
 from tests.rollout.schedulers import VOCABULARY, answered, hasher, request_of, scheduler_of
+from trainers.rollout.vllm.scheduling.steps import take_decoded
 
 PROMPT = 64
 
@@ -66,7 +68,7 @@ def run(way: str, model: str, options: argparse.Namespace, *, is_ahead: bool) ->
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from trainers.rollout.vllm import patches
-    from trainers.rollout.vllm.scheduling.scheduler import AsyncDecodingScheduler, DecodingScheduler, take_decoded
+    from trainers.rollout.vllm.scheduling.scheduler import AsyncDecodingScheduler, DecodingScheduler
 
     theirs = (Scheduler, AsyncScheduler)[is_ahead]
     ours = (DecodingScheduler, AsyncDecodingScheduler)[is_ahead]

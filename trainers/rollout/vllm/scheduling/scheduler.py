@@ -1,7 +1,7 @@
 """The schedulers that vLLM is given by name as ``scheduler_cls``: vLLM's own, but for steps that only decode.
 
 Such a step is planned from arrays, and what it drew is taken in as arrays (``steps.py``). Its tokens that end nothing
-are given out by ``take_decoded``, and not among vLLM's outputs.
+are given out by ``steps.take_decoded``, and not among vLLM's outputs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from trainers.rollout.vllm.scheduling.rows import DecodedTokens
 from trainers.rollout.vllm.scheduling.steps import Steps
 
 
@@ -67,12 +66,3 @@ def _schedule(scheduler: Any, vllms: Any, throttle_prefills: bool) -> Any:
     elif (planned := scheduler.steps.plan()) is not None:
         return planned
     return vllms.schedule(throttle_prefills)
-
-
-def take_decoded(scheduler: Any) -> list[DecodedTokens]:
-    """The tokens since the last call that ended nothing, of a scheduler of this file; of others none."""
-    steps = getattr(scheduler, "steps", None)
-    if not isinstance(steps, Steps):
-        return []
-    decoded, steps.decoded = steps.decoded, []
-    return decoded

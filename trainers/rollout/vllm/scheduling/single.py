@@ -81,7 +81,7 @@ def may_end(request: Any, token: int, max_model_len: int) -> bool:
     params = request.sampling_params
     return (
         token == params.eos_token_id
-        or token in params.stop_token_ids
+        or token in (params.stop_token_ids or ())
         or request.num_output_tokens + 1 >= request.max_tokens
         or request.num_tokens + 1 >= max_model_len
         or bool(getattr(params, "repetition_detection", None))

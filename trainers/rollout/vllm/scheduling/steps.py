@@ -285,3 +285,12 @@ class Steps:
             known = int(rows.known[row])
             self.scheduler.kv_cache_manager.cache_blocks(rows.write(row), known - 1)
             rows.cached(row, known - 1)
+
+
+def take_decoded(scheduler: Any) -> list[DecodedTokens]:
+    """The tokens since the last call that ended nothing, of a scheduler of ours; of others none."""
+    steps = getattr(scheduler, "steps", None)
+    if not isinstance(steps, Steps):
+        return []
+    decoded, steps.decoded = steps.decoded, []
+    return decoded

@@ -232,7 +232,7 @@ def test_an_engine_keeps_the_tower_that_megatron_does_not_send(
 ) -> None:
     monkeypatch.setattr(features, "find_spec", lambda name: name)  # as if torchvision were installed here
     model, given = folders["qwen3_5"], KEYS | MEGATRON | {"rollout_engine": "vllm"} | keys
-    with pytest.raises(ConfigError, match="sends engines no frozen parts of a vision model"):
+    with pytest.raises(ConfigError, match="does not send the frozen parts of a vision model"):
         check_vision_model(grpo_config(model, tmp_path, **given | {"freeze_vit": None}), configuration_of(model, False))
     whole = {"freeze_vit": False, "freeze_aligner": False}
     check_vision_model(grpo_config(model, tmp_path, **given | whole), configuration_of(model, False))

@@ -109,7 +109,7 @@ def test_a_folder_of_somebody_else_is_refused(spoil: str, tmp_path: Path) -> Non
     else:
         folder.mkdir()
         folder.chmod(0o755)
-    with pytest.raises(ConfigError, match="is not this user's alone"):
+    with pytest.raises(ConfigError, match="belongs to another user, or others may read it"):
         RunKey(dist.HashStore())
 
 

@@ -219,7 +219,7 @@ GRPO_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"reward_weights": [0.0]}, ["reward_weights are all 0"]),
     ({"reward_weights": [1.0, 2.0]}, ["reward_weights has 2 values for 1 reward_funcs"]),
     ({"rollout_engine": "vlm"}, ["rollout_engine must be one of hf", "'vlm'"]),
-    ({"loss_type": "real"}, ["'real' classifies", "it is not built", "nearest relative here is sapo"]),
+    ({"loss_type": "real"}, ["'real' is not supported", "most similar loss is sapo"]),
     ({"loss_type": "sapo", "epsilon": 0.1}, ["epsilon is 0.1", "nothing looks at with loss_type=sapo"]),
     ({"loss_type": "vespo", "delta": 2.0}, ["delta is 2.0", "read with grpo, bnpo"]),
     ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, ["epsilon is 0.1", "loss_type=cispo"]),
@@ -323,7 +323,7 @@ def test_pretraining_is_sft_on_one_stream_of_tokens() -> None:
         (
             {"rollout_engine": "vllm", "temperature": 0.5, "generation_kwargs": {"presence_penalty": 1.5}},
             1,
-            ["generation_kwargs: presence_penalty is 1.5", "at temperature 0.5 that is 1"],
+            ["generation_kwargs: presence_penalty is 1.5", "At temperature 0.5 the limit is 1"],
         ),
         (
             {
@@ -333,7 +333,7 @@ def test_pretraining_is_sft_on_one_stream_of_tokens() -> None:
                 "generation_kwargs": {"presence_penalty": 1.5},
             },
             1,
-            ["generation_kwargs: presence_penalty is 1.5", "at temperature 0.25 that is 0.5"],
+            ["generation_kwargs: presence_penalty is 1.5", "At temperature 0.25 the limit is 0.5"],
         ),
         ({"generation_kwargs": {"stop_token_ids": [5]}}, 1, ["write the key stop_token_ids beside generation_kwargs"]),
         ({"generation_kwargs": {"stop_strings": ["x"]}}, 1, ["write its id as the key stop_token_ids"]),

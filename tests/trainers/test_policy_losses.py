@@ -658,7 +658,7 @@ def test_vespo_and_fipo_report_their_mean_weights() -> None:
     ("changes", "words"),
     [
         ({"loss_type": "ppo"}, "loss_type must be one of grpo, bnpo, dr_grpo, dapo, cispo, sapo, .*, got 'ppo'"),
-        ({"loss_type": "real"}, "Its nearest relative here is sapo"),
+        ({"loss_type": "real"}, "The most similar loss is sapo"),
         ({"rollout_ratios": torch.zeros(5)}, "rollout_ratios must hold one value per sequence"),
         ({"importance_sampling_level": "word"}, "importance_sampling_level must be one of token, sequence"),
         ({"beta": 0.1, "ref_logps_BT": None}, "pass ref_logps_BT"),

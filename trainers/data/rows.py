@@ -103,12 +103,10 @@ def check_seen(rows: Dataset, media: Sequence[str] = MEDIA) -> None:
         sizes = pc.list_value_length(column) if is_listed else pc.is_valid(column)
         if count := pc.sum(pc.greater(sizes.cast("int64"), 0)).as_py():
             raise ValueError(
-                f"{count} of {len(rows)} rows have {name}, which are not seen here: they would be learned as the text "
-                f"around them. Vision models see images in SFT, DPO, CPO, SimPO, ORPO, KTO, reward models, "
-                f"classifiers, embedding models, rerankers, GRPO, PPO, GKD and sampling, with engines hf "
-                f"(rollout_engine: hf), where all models of the run see them. Schedulers and environments of "
-                f"GKD do not show them. "
-                f"Take them out, or the column {name!r} if nothing is to be seen in it."
+                f"{count} of {len(rows)} rows have {name}, which this run cannot read: the model would learn only the "
+                "text around them. Images need a vision model, for every model of the run. All trainers take images, "
+                "except pretraining with packing_strategy: wrapped. ms-swift's schedulers and environments of GKD do "
+                f"not take them. Remove these rows, or the column {name!r} if the model needs no {name}."
             )
 
 

@@ -386,8 +386,8 @@ def check_rejection(config: GRPOConfig) -> None:
 def check_rewards(config: GRPOConfig) -> None:
     if not config.num_rewards:
         raise ConfigError(
-            "reward_funcs is empty: GRPO needs at least one reward function, such as exact_answer, a reward_model, or "
-            "a teacher_model that judges tokens"
+            "reward_funcs is empty. Name a reward function, such as exact_answer, or set a reward_model, or a "
+            "teacher_model that judges tokens"
         )
     check_reward_functions(config)
     for name in config.reward_model:
@@ -562,8 +562,8 @@ def check_clip_range(config: GRPOConfig) -> None:
     for name, value in (("epsilon", config.epsilon), ("epsilon_high", upper)):
         if loss == "dppo_tv" and value > 1:
             raise ConfigError(
-                f"{name} must lie in [0, 1], got {value}: loss_type=dppo_tv compares probabilities, which are at most "
-                "1 apart"
+                f"{name} must lie in [0, 1], got {value}: loss_type=dppo_tv compares probabilities, which differ by at "
+                "most 1"
             )
 
 

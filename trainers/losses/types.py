@@ -48,8 +48,8 @@ RolloutRejection = Literal[  # what is compared with the bounds: of a token, or 
     "sequence_max_k3",
 ]
 NOT_BUILT = {  # loss types of other systems, and what is near to them
-    "real": "loss_type 'real' classifies the completions of a prompt against each other, so that no group could be cut "
-    "into micro-batches: it is not built. Its nearest relative here is sapo, whose gradients are bounded too."
+    "real": "loss_type 'real' is not supported: it compares the completions of a prompt, so a group could not be cut "
+    "into micro-batches. The most similar loss is sapo, which also has bounded gradients."
 }
 SFTLossType = Literal["nll", "dft"]
 PreferenceLossType = Literal[

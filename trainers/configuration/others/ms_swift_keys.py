@@ -99,8 +99,8 @@ def room_for_prompts(given: GivenKeys) -> None:
     if 1 <= room < sizes[2]:
         given.values["max_prompt_length"] = room
         logger.info(
-            "max_length is %d here: a prompt and its completion of %d tokens have vllm_max_model_len %d together; "
-            "the beginning of longer prompts is cut",
+            "max_length is %d here. A prompt and its completion of %d tokens together have vllm_max_model_len %d. "
+            "The beginning of longer prompts is cut",
             *(room, sizes[1], sizes[0]),
         )
 
@@ -274,7 +274,7 @@ def _checkpoints(given: GivenKeys) -> None:
         given.values.pop("early_stop_interval", None)
     if given.foreign("save_safetensors") and given.get("save_safetensors") is False:
         given.take("save_safetensors")
-        given.notes["save_safetensors"] = "a checkpoint holds what a run goes on from, the folder final the model"
+        given.notes["save_safetensors"] = "a checkpoint has all that a run continues from, the folder final the model"
     if given.foreign("eval_iters") and given.get("eval_iters") == 0:
         given.take("eval_iters")
         for name in ("eval_dataset", "split_dataset_ratio", "eval_steps"):

@@ -45,7 +45,9 @@ TOLD_BY_FIRST_S = 10.0  # within which process 0 of torchrun finds a mistake tha
 def main(name: str, argv: Sequence[str] | None = None) -> None:
     """Runs the trainer that ``name`` stands for; exits with 2 and one line on a mistake in name or configuration, with
     130 on Ctrl-C, and as ``Stopped`` says where a signal or a limit of time ended the run early."""
-    with ends_by_sigterm(), ends_with_parent() if _num_processes() > 1 else contextlib.nullcontext(), _few_bars():
+    is_of_torchrun = _num_processes() > 1
+    parent = ends_with_parent() if is_of_torchrun else contextlib.nullcontext()
+    with ends_by_sigterm(ends_process=is_of_torchrun), parent, _few_bars():
         _main(name, argv)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from huggingface_hub import constants
+from transformers import LlamaConfig
 
 from rayhelper import ConfigError, DeviceGroups
 from tests.e2e.runs import TEXTS, final_bytes, grpo_config, interrupted_after, lines, sft_config
@@ -375,6 +377,21 @@ def test_a_run_whose_checkpoint_hangs_after_sigterm_ends_with_the_one_before(
         Hanging().train(run)
     assert f"stopped after step 4 of 9; saved before: {tmp_path / 'checkpoint-2'}" in capfd.readouterr().err
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_the_first_checkpoint_has_time_by_the_size_of_the_model_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of the hub lies in its cache."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--own--llama" / "snapshots" / "main"
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+    LlamaConfig(**shape, num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=True).save_pretrained(snapshot)
+    for model in (str(snapshot), "own/llama"):
+        config = TrainConfig(model=model, dataset=[{"text": "a"}], output_dir=str(tmp_path), report_to=["none"])
+        with Run(config, 9, headline=("loss",), order=ORDER) as run:
+            watch = run.signals.watch
+            assert watch.limit_s(watch.savings) == pytest.approx(1_235_814_400 * 0.32e-6)
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.inf, math.nan])

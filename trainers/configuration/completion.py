@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
@@ -9,6 +10,9 @@ from typing import Any, Literal
 from rayhelper import ConfigError
 from trainers.configuration.shared import TrainConfig, unread
 from trainers.configuration.values import at_least, check_seconds
+from trainers.rollout.choice import choose_engine
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,9 +20,10 @@ class CompletionConfig(TrainConfig):
     """The shared keys, and those of prompts that are completed."""
 
     # Generation
-    rollout_engine: Literal["hf", "vllm"] = "hf"
+    rollout_engine: Literal["hf", "vllm", "auto"] = "hf"
     """The engine that completes prompts. hf: the transformers model, in slots. vllm: vLLM, which is installed
-    separately."""
+    separately. auto: hf if the workers that train also generate and hf knows the architecture. Otherwise vllm, if it
+    is installed."""
     rollout_batch_size: int | None = None
     """Prompts that a rollout worker completes at once (hf). null: its whole slice."""
     max_prompt_length: int | None = None
@@ -54,6 +59,9 @@ class CompletionConfig(TrainConfig):
     vllm_max_model_len: int | None = None
     """Largest number of tokens of a prompt with its completion. null: the sum of both limits if both are set, else the
     model's limit."""
+    vllm_clip_completions: bool = False
+    """A completion ends where ``vllm_max_model_len`` has no more room behind its prompt, as vLLM itself ends it. false:
+    a prompt and ``max_completion_length`` must have room together."""
     vllm_max_num_seqs: int | None = None
     """Prompts that are completed at the same time. null: vLLM's own choice."""
     vllm_enforce_eager: bool = False
@@ -87,6 +95,10 @@ class CompletionConfig(TrainConfig):
     """Save completions with their rewards in completions/*.parquet every ``logging_steps``, and show a few of them."""
 
     def __post_init__(self) -> None:
+        if self.rollout_engine == "auto":  # made in Python: what reads a file has chosen by now
+            choice = choose_engine(vars(self))
+            logger.info("rollout_engine: %s  # auto: %s", choice.engine, choice.reason)
+            object.__setattr__(self, "rollout_engine", choice.engine)
         super().__post_init__()
         check_completion(self)
 
@@ -152,6 +164,14 @@ def check_model_len(config: CompletionConfig) -> None:
     """Raises ConfigError if vLLM would have no room for a prompt and its completion."""
     told, length = said_model_len(config)
     prompt = config.max_prompt_length
+    if config.vllm_clip_completions and length is None:
+        raise ConfigError("vllm_clip_completions ends completions at vllm_max_model_len. Set that, or remove it.")
+    if config.vllm_clip_completions and isinstance(length, int) and 0 <= length <= (prompt or 0):
+        raise ConfigError(
+            f"{told} has no room for a token behind a prompt of {prompt}: raise it, or lower max_prompt_length."
+        )
+    if config.vllm_clip_completions:
+        return
     # vLLM finds a length itself for none and for -1, and says what is wrong with what is no number
     if isinstance(length, int) and 0 <= length < config.max_completion_length + (prompt or 1):
         raise ConfigError(

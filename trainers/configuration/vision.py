@@ -22,8 +22,10 @@ class VisionConfig:
     processor."""
     image_processor_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the model's image processor, for all roles, such as max_pixels for Qwen."""
+    video_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the model's video processor, for all roles, such as fps, max_frames and size."""
     image_urls: bool = False
-    """Download pictures from http addresses. false: rows with an address count as broken."""
+    """Download pictures and videos from http addresses. false: rows with an address count as broken."""
     freeze_vit: bool | None = None
     """The vision tower is not trained, and gets no adapter. null: true with an adapter or with backend: megatron, else
     false."""
@@ -38,10 +40,11 @@ class VisionConfig:
 
 
 def vision_settings(config: Any, *, trains: bool = True) -> dict[str, Any]:
-    """What the backend is told: how pictures are processed; where it ``trains``, the parts that do not learn and the
-    learning rates of the others."""
+    """What the backend is told: how pictures and videos are processed; where it ``trains``, the parts that do not learn
+    and the learning rates of the others."""
+    processing = {"processing": config.image_processor_kwargs, "videos": config.video_processor_kwargs}
     if not trains:
-        return {"processing": config.image_processor_kwargs}
+        return processing
     unsaid = config.has_adapter or config.backend == "megatron"
     frozen = {
         "vit": unsaid if config.freeze_vit is None else config.freeze_vit,
@@ -50,7 +53,7 @@ def vision_settings(config: Any, *, trains: bool = True) -> dict[str, Any]:
     }
     rates = {"vit": config.vit_lr, "aligner": config.aligner_lr}
     return {
-        "processing": config.image_processor_kwargs,
+        **processing,
         "frozen": [part for part, is_frozen in frozen.items() if is_frozen],
         "rates": {part: rate for part, rate in rates.items() if rate is not None},
     }

@@ -86,8 +86,11 @@ class EmbeddingConfig(TrainConfig):
         at_least(self, 0, "margin", "infonce_fake_neg_margin")
         if self.infonce_temperature <= 0:
             raise ConfigError(f"infonce_temperature must be above 0, got {self.infonce_temperature}")
-        if self.backend != "fsdp":
-            raise ConfigError("backend: megatron trains no embedding models yet. Write backend: fsdp")
+        if self.backend == "megatron" and self.has_adapter:
+            raise ConfigError(
+                "backend: megatron trains embedding models whole, and no adapter of them. Write tuner_type: full, or "
+                "backend: fsdp"
+            )
         if self.loss_type != "infonce":
             unread(self, f"loss_type is {self.loss_type}", *OF_INFONCE)
         if not self.loss_type.endswith("contrastive"):

@@ -11,8 +11,8 @@ from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig, check_episodes, check_reward_functions
 from trainers.configuration.roles import REFERENCE, REWARD, ROLLOUT, TEACHER, TRAIN
 from trainers.configuration.values import at_least, check_folder
-from trainers.grpo.choices import CLIPPED, REGISTRIES, check_plugged, check_read, is_known
-from trainers.losses.types import NOT_BUILT, ImportanceLevel, RolloutCorrection, RolloutRejection
+from trainers.grpo.choices import CLIPPED, REGISTRIES, check_plugged, check_read, check_real, is_known
+from trainers.losses.types import ImportanceLevel, RolloutCorrection, RolloutRejection
 from trainers.plugins import ADVANTAGES, named, parameters
 from trainers.rewards.advantages import Aggregation, Scale
 from trainers.rewards.types import AdvantageEstimator
@@ -162,6 +162,8 @@ class GRPOConfig(CompletionConfig):
     """Steepness of sapo's gate for positive advantages."""
     sapo_temperature_neg: float = 1.05
     """Steepness of sapo's gate for negative advantages."""
+    real_tau: float = 0.5
+    """Temperature of the scores by which real classifies the completions of a prompt."""
     vespo_k_pos: float = 2.0
     """vespo weighs a ratio w by e^lambda w^k e^(-lambda w). This is k for advantages >= 0."""
     vespo_lambda_pos: float = 3.0
@@ -237,8 +239,6 @@ class GRPOConfig(CompletionConfig):
     """Temperature in evaluation. 0: greedy. null: ``temperature``."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.loss_type, str) and self.loss_type in NOT_BUILT:
-            raise ConfigError(NOT_BUILT[self.loss_type])
         super().__post_init__()
         check_grpo(self)
 
@@ -507,7 +507,7 @@ def check_loss(config: GRPOConfig) -> None:
         raise ConfigError(
             f"clip_cov_lb={config.clip_cov_lb} is not below clip_cov_ub={config.clip_cov_ub}: no token lies between"
         )
-    for name in ("sapo_temperature_pos", "sapo_temperature_neg", "fipo_decay_rate"):
+    for name in ("sapo_temperature_pos", "sapo_temperature_neg", "fipo_decay_rate", "real_tau"):
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigError(f"{name} must be positive, got {getattr(config, name)}")
     if config.loss_name != "cispo" and config.epsilon_high is not None and config.epsilon_high < config.epsilon:
@@ -515,6 +515,8 @@ def check_loss(config: GRPOConfig) -> None:
             f"epsilon_high={config.epsilon_high} is below epsilon={config.epsilon}: ratios are clipped to "
             "[1 - epsilon, 1 + epsilon_high], and clip-higher wants more room above. Raise it, or lower epsilon."
         )
+    if config.loss_name == "real":
+        check_real(config)
     check_clip_range(config)
     low, high = config.rollout_importance_sampling_clip_min, config.rollout_importance_sampling_clip_max
     if low is not None and high is not None and low > high:

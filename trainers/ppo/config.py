@@ -117,6 +117,11 @@ def check_ppo(config: PPOConfig) -> None:
     """Raises ConfigError naming the first key whose value has no meaning."""
     if not config.reward_funcs and config.reward_model is None:
         raise ConfigError("there is nothing to learn from: give reward_funcs, such as exact_answer, or a reward_model")
+    if config.vllm_clip_completions:
+        raise ConfigError(
+            "vllm_clip_completions: PPO takes a completion shorter than max_completion_length for one that ended. "
+            "Remove it, and lower max_prompt_length or max_completion_length."
+        )
     check_reward_functions(config)
     for name in ("value_model", "ref_model", "reward_model"):
         check_folder(name, getattr(config, name))

@@ -16,7 +16,9 @@ from typing import Any, NoReturn, Protocol
 
 from rayhelper import ConfigError, RayHelper
 from rayhelper.runtimes.announced import where_all_are
+from rayhelper.runtimes.processes import hears_of_the_end, pass_end_on, told_by_each
 from rayhelper.timeline.steps import mark_step
+from trainers.backends.model_files import on_disk
 from trainers.checkpoint import (
     STATE_FILE,
     begin,
@@ -45,7 +47,7 @@ from trainers.run.bad_steps import BAD_STEPS, BadSteps
 from trainers.run.best import Best, before_and_after
 from trainers.run.folder_lock import FolderLock, held
 from trainers.run.going_on import CONTINUE, builds_model, is_going_on, resume_asked
-from trainers.run.header import header, start_lines, trainer_name
+from trainers.run.header import header, num_parameters, start_lines, trainer_name
 from trainers.run.stopping import ASKED_S, EXIT_CODE, StepGivenUp, Stop, Stopped, StopSignals
 from trainers.run.throughput import WORK, throughput
 from trainers.run.timing import Stopwatch, step_times
@@ -134,8 +136,13 @@ class Run:
         self.unnamed: Path | None = None  # a folder that workers still write into
         self.lock: FolderLock | None = None  # process 0 has it
         self.open = contextlib.ExitStack()  # what is given back in the end
+        self.first_knows = False  # process 0 of torchrun knows that this one got SIGTERM
         self.signals = StopSignals(
-            with_interrupt=config.save_on_interrupt, grace_s=config.stop_grace_s, where=self._where_it_is
+            with_interrupt=config.save_on_interrupt,
+            grace_s=config.stop_grace_s,
+            where=self._where_it_is,
+            pass_on=self._pass_on,
+            num_parameters=num_parameters(on_disk(config.model)),
         )
         try:
             self.open_logs()
@@ -176,6 +183,7 @@ class Run:
 
     def __enter__(self) -> Run:
         self.open.enter_context(self.signals)
+        self.open.enter_context(hears_of_the_end(self.signals.note_elsewhere))
         self.open.enter_context(notices_exit())  # again, for scripts that call train() themselves
         return self
 
@@ -222,7 +230,7 @@ class Run:
 
     def _where_it_is(self) -> str | None:
         """The stacks of all ranks, and the checkpoint to go on from; None: process 0 tells. Any thread may call it."""
-        if self.trackers is None:
+        if self.trackers is None and self.first_knows:
             time.sleep(ASKED_S)  # process 0 asks this process where it is
             return None
         saved = self._saved_before() or "nothing is saved. save_steps: N saves a checkpoint every N steps"
@@ -280,14 +288,19 @@ class Run:
         if config.load_best_model_at_end:
             self.load_best(trainer.load)
 
-    @RayHelper.function(group="driver", execute="first")
     def stop_reason(self) -> Stop | None:
-        """Why the run ends before its last step, or None: process 0 decides, so that all stop after the same step."""
-        assert self.lock is not None
-        limit_s = self.config.save_before_s
-        if limit_s is not None and self.lock.elapsed_s >= limit_s:
-            return Stop(f"save_before_s ({limit_s:g} s)", 0)
-        return self.signals.stop()
+        """Why the run ends before its last step, or None. The first process with a reason decides for all.
+
+        So all stop after the same step, also if a signal reached one of them alone.
+        """
+        stop, limit_s = self.signals.stop(), self.config.save_before_s
+        if limit_s is not None and self.lock is not None and self.lock.elapsed_s >= limit_s:  # process 0 has the lock
+            stop = Stop(f"save_before_s ({limit_s:g} s)", 0)
+        return next((one for one in told_by_each("Run.stop_reason", stop) if one is not None), None)
+
+    def _pass_on(self) -> None:
+        """SIGTERM came here: the other processes of torchrun hear of it before the step ends, as it may hang."""
+        self.first_knows = pass_end_on()
 
     def end_early(self, stop: Stop) -> NoReturn:
         """Says how to go on from the checkpoint that has just been saved. Raises Stopped."""

@@ -158,6 +158,12 @@ class TorchrunRuntime:
         first = self._agreed(name, here if self.rank == 0 else None)[0]
         return DrawingFrom(first, then_as_before=NAMES if self.rank > 0 else ())
 
+    def told_by_each(self, place: str, value: Any) -> list[Any]:
+        """What all processes bring to the same place of the driver's code, in order of rank."""
+        self.check_usable(place)
+        self.settle_owed()
+        return self._agreed(place, value)
+
     def _agreed(self, name: str, value: Any) -> list[Any]:
         """What all processes bring to the same call, before it is made."""
         with Watched(self.exchange.attending(name)), Watch(self.exchange, None) as watch:

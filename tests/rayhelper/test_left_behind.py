@@ -84,7 +84,7 @@ def test_an_untrained_state_dict_is_not_saved() -> None:
     trained = Module()
     assert len(trained.state_dict()) == 4
     trained.step()
-    with pytest.raises(AttributeError, match=r"Module\.state_dict\(\) is not what the workers have"):
+    with pytest.raises(AttributeError, match=r"Module\.state_dict\(\) differs from the workers' value"):
         trained.state_dict()
 
 

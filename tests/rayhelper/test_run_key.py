@@ -269,6 +269,6 @@ def test_between_nodes_without_a_shared_key_doors_stay_shut_with_one_line(tmp_pa
         values, doors, answered, said = seen["without"]
         assert (values, doors, answered) == ([0, 1], [rank], [rank])
         assert len(said) == (rank == 0)
-        assert all("several nodes and no RAYHELPER_KEY: a late call shows only" in line for line in said)
+        assert all("several nodes and no RAYHELPER_KEY. So a late call shows only" in line for line in said)
         assert seen["with"] == ([0, 1], [0, 1], [0, 1], [])
         assert "Either RAYHELPER_KEY is not the same on all nodes" in seen["differ"]

@@ -513,7 +513,7 @@ def test_level_1_keeps_its_weights() -> None:
             "vllm_engine_kwargs: quantization must be one of .*fp8.*nosuch",
         ),
         ({"sleep_level": 1}, "sleep_level=1: vLLM frees only memory of GPUs"),
-        ({"dtype": "bfloat16"}, "float32 alone"),
+        ({"dtype": "bfloat16"}, "only weights in float32"),
     ],
 )
 def test_wrong_settings_are_named_before_anything_is_loaded(settings: dict[str, Any], message: str) -> None:

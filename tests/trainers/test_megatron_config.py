@@ -314,7 +314,7 @@ LAYOUT_MISTAKES: list[tuple[dict[str, Any], dict[str, Any], int, list[str]]] = [
     ({EP: 2, ETP: 3}, MOE, 6, ["moe_intermediate_size 32", "among 1, 2, 4, 8, 16, 32"]),
     ({TP: 2, EP: 2, ETP: 1}, SHARED, 8, ["shared_expert_intermediate_size 41", "among 1, 41"]),
     ({EP: 2}, DENSE, 8, [f"{EP} 2", "the model has none", "Remove it"]),
-    ({ETP: 1}, DENSE, 8, [f"{ETP}: fields of experts", "no model of backend: megatron has any"]),
+    ({ETP: 1}, DENSE, 8, [f"{ETP}: fields of experts", "no model of backend: megatron has experts"]),
     ({"moe_grouped_gemm": True}, DENSE, 8, ["moe_grouped_gemm: fields of experts"]),
     ({"moe_token_dispatcher_type": "allgather"}, DENSE, 8, ["moe_token_dispatcher_type: fields of experts"]),
     ({"moe_layer_recompute": True}, DENSE, 8, ["moe_layer_recompute: fields of experts"]),

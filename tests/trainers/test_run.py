@@ -459,7 +459,7 @@ def test_a_run_that_would_see_other_rows_does_not_resume(
     with opened(tmp_path) as run:
         stepped(run, 2).save_checkpoint(Nothing().save, Nothing())
         stepped(run)
-    with pytest.raises(ConfigError, match=rf"{told}.*rows would be repeated or left out.*global_batch_size"):
+    with pytest.raises(ConfigError, match=rf"{told}.*Rows would be repeated or left out.*global_batch_size"):
         opened(tmp_path, order=order, resume_from_checkpoint=True, **keys)
     assert len(lines(tmp_path)) == 3  # nothing was touched
 

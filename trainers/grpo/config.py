@@ -163,7 +163,7 @@ class GRPOConfig(CompletionConfig):
     sapo_temperature_neg: float = 1.05
     """Steepness of sapo's gate for negative advantages."""
     real_tau: float = 0.5
-    """Temperature of the scores by which real classifies the completions of a prompt."""
+    """Temperature of real's scores, which classify the completions of a prompt."""
     vespo_k_pos: float = 2.0
     """vespo weighs a ratio w by e^lambda w^k e^(-lambda w). This is k for advantages >= 0."""
     vespo_lambda_pos: float = 3.0

@@ -306,7 +306,7 @@ def test_a_language_model_has_no_picture_to_look_at(tmp_path: Path) -> None:
 
     language = save_tiny(tmp_path / "model")
     rows = [{"messages": turns("<image>What?", "one"), "images": ["a.png"]}]
-    with pytest.raises(ConfigError, match="1 of 1 rows have images, which are not seen here"):
+    with pytest.raises(ConfigError, match="1 of 1 rows have images, which this run cannot read"):
         SFTTrainer(sft_config(language, tmp_path, dataset=rows, **KEYS))
     with pytest.raises(ConfigError, match="freeze_llm is true, but the model has no vision tower"):
         SFTTrainer.check(sft_config(language, tmp_path, freeze_llm=True), None)

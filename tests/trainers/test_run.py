@@ -188,7 +188,7 @@ def test_the_end_says_that_an_adapter_is_merged_and_where_it_is_alone(
     for name, tuner in (("lora", {"tuner_type": "lora", "lora_rank": 2}), ("full", {})):
         folder = tmp_path / name
         SFTTrainer(SFTConfig(model=model, output_dir=str(folder), **keys, **tuner)).train()
-        said = f"is merged into the weights of this model; alone it is in {folder / 'final' / 'adapter'}"
+        said = f"is merged into the weights of this model. The adapter itself is in {folder / 'final' / 'adapter'}"
         assert (said in capsys.readouterr().out) is (name == "lora")
         assert (folder / "final" / "adapter" / "adapter_model.safetensors").is_file() is (name == "lora")
 
@@ -278,7 +278,7 @@ def test_a_damaged_checkpoint_is_passed_over_in_one_line(tmp_path: Path, caplog:
         assert resumed.step == 1
     told = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
     assert told == [
-        "resume_from_checkpoint: passed over checkpoint-2 (model.bin differs from what was written (checksum)); goes "
+        "resume_from_checkpoint: passed over checkpoint-2 (model.bin differs from the written file (checksum)); goes "
         "on from checkpoint-1"
     ]
 
@@ -459,7 +459,7 @@ def test_a_run_that_would_see_other_rows_does_not_resume(
     with opened(tmp_path) as run:
         stepped(run, 2).save_checkpoint(Nothing().save, Nothing())
         stepped(run)
-    with pytest.raises(ConfigError, match=rf"{told}.*rows would be repeated or left out.*global_batch_size"):
+    with pytest.raises(ConfigError, match=rf"{told}.*Rows would be repeated or left out.*global_batch_size"):
         opened(tmp_path, order=order, resume_from_checkpoint=True, **keys)
     assert len(lines(tmp_path)) == 3  # nothing was touched
 

@@ -105,9 +105,9 @@ def picture_positions(part: Any, inputs: Inputs) -> torch.Tensor:
 def refusal(model: Any) -> str:
     """Why rows of several documents are refused, and what to do."""
     return (
-        f"{type(model).__name__} does not keep the documents of one row apart here: one would change the numbers of "
-        "another. Set packing: false and padding_free: false. (Recurrent and convolution layers need the kernels of "
-        "flash-linear-attention and causal-conv1d, or mamba-ssm, on a GPU.)"
+        f"{type(model).__name__} does not separate the documents of one row here: one document would change the "
+        "numbers of another. Set packing: false and padding_free: false. (Recurrent and convolution layers need the "
+        "kernels of flash-linear-attention and causal-conv1d, or mamba-ssm, on a GPU.)"
     )
 
 

@@ -290,9 +290,9 @@ class HfEngine:
             if (gap := self._gap()) <= self._most_gap:
                 return
         raise ConfigError(
-            f"rollout_engine: hf: {type(self.module).__name__} gives other log-probabilities as it "
-            f"generates, with a cache and behind padding, than in training ({gap:.1f} nats "
-            f"per token). Take another engine, such as rollout_engine: vllm."
+            f"rollout_engine: hf: {type(self.module).__name__} gives other log-probabilities in generation (with a "
+            f"cache and padding) than in training. The difference is {gap:.1f} nats per token. Take another engine, "
+            "such as rollout_engine: vllm."
         )
 
     @property

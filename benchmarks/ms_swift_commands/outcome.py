@@ -62,6 +62,8 @@ SENSES = (  # the same of models that see or hear, by what the refusal holds
     (r"workers cannot share rows with pictures", "sequence parallelism with pictures"),
 )
 MOST_REMEDIES = 8
+QUANTIZES = {"quant_method", "load_in_4bit", "load_in_8bit"}
+BITSANDBYTES = Path(__file__).resolve().parents[2] / ".venv" / "qlora"
 
 
 @dataclass
@@ -246,6 +248,8 @@ def _forked(words: list[str], case: Case) -> Outcome:
     if process == 0:
         os.close(reader)
         try:
+            if QUANTIZES & case.keys.keys():
+                _find_bitsandbytes()
             found: Any = outcome_of(words, case)
         except BaseException:
             found = Outcome("refused", [traceback.format_exc()], ["broken"])
@@ -268,7 +272,11 @@ def _import_all() -> None:
     import trainers.backends.megatron.backend
     import trainers.rollout.vllm.settings  # noqa: F401
 
-    if is_installed():  # where there is a stand-in of a GPU it looks for torch's own
+
+def _find_bitsandbytes() -> None:
+    """Has this process find bitsandbytes where make setup puts it, apart from all others: peft is another beside it."""
+    sys.path.append(str(BITSANDBYTES))
+    if is_installed():  # before there is a stand-in of a GPU, for which it looks for torch's own
         import bitsandbytes  # noqa: F401
         import transformers.integrations.bitsandbytes
         import transformers.trainer  # noqa: F401

@@ -123,7 +123,7 @@ def model_for(name: str, folder: Path, program: str, seed: int = 0) -> str:
         if program == "megatron" or architecture in MEGATRON:  # sizes that parallel layouts divide
             fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": layers, "head_dim": 32}
             fields |= {"vocab_size": 320, "hidden_size": 256}
-            fields |= {"num_experts": 8} if "moe" in architecture or architecture == "qwen3_next" else {}
+            fields |= {"num_experts": 16} if "moe" in architecture or architecture == "qwen3_next" else {}
             if architecture in DELTA:
                 kinds = ["full_attention" if (layer + 1) % 4 == 0 else "linear_attention" for layer in range(layers)]
                 fields |= {"layer_types": kinds, "linear_num_key_heads": 8, "linear_num_value_heads": 8}
@@ -147,7 +147,7 @@ def _seeing(kind: str, name: str, folder: Path, program: str, seed: int) -> str:
             rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 8]}
             fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": layers, "head_dim": 32}
             fields |= {"vocab_size": 320, "hidden_size": 256, "rope_parameters": rotary}
-            fields |= {"num_experts": 8} if kind.endswith("_moe") else {}
+            fields |= {"num_experts": 16} if kind.endswith("_moe") else {}
         if program == "megatron" and kind in DELTA:
             fields |= {"linear_num_key_heads": 8, "linear_num_value_heads": 8}
             fields |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # as vLLM has them on a CPU
@@ -176,7 +176,7 @@ def _with_twin(found: tuple[Any, ...], name: str, folder: Path, program: str) ->
         if program == "megatron":
             fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32, "hidden_size": 256}
         if kind == "qwen3_moe":
-            fields |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            fields |= {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         save_vision(f"{target}{ending}", "internvl", **fields)
     return str(target)
 

@@ -23,7 +23,7 @@ from rayhelper.errors import ConfigError, PlacementError
 from rayhelper.planning.memory import GIB, RUNTIME_BYTES, peak_bytes
 from rayhelper.planning.model_shape import SHAPE_REMEDY, ModelShape
 from rayhelper.planning.plan_roles import LEARNS, Findings, Place, PlannedRun, RolePlan, plan_role, read_shape
-from rayhelper.planning.refusals import refusals
+from rayhelper.planning.refusals import chosen_engine, refusals
 from rayhelper.planning.role_kinds import RoleKind, kind_of, roles_named
 from rayhelper.ranks import runs
 from rayhelper.text import parse_text
@@ -133,7 +133,11 @@ def make_plan(
     trained = [group.num_workers for group in groups.groups if any(kinds[role].does in LEARNS for role in group.roles)]
     gpu_bytes = int(gpu_memory_gib * GIB)
     num_trainers = max(trained, default=1)
-    run = PlannedRun(shared, num_trainers, kinds, gpu_bytes, nproc_per_node, findings, shape, unknown)
+    engine = "hf"
+    if "auto" in (keys.get("rollout_engine") for keys in sections.values()):
+        engine = chosen_engine(trainer, config, values) or engine
+        findings.assume(f"rollout_engine: {engine}, which auto is with what is installed here")
+    run = PlannedRun(shared, num_trainers, kinds, gpu_bytes, nproc_per_node, findings, shape, unknown, engine)
     roles = {
         group.name: tuple(plan_role(Place(role, group, groups.role_settings[role], run)) for role in group.roles)
         for group in groups.groups

@@ -1,4 +1,4 @@
-"""``rayhelper plan``: what a configuration would ask of a cluster, as text or JSON.
+"""``rayhelper plan``: the GPUs and memory that a configuration needs, as text or JSON.
 
     rayhelper plan --config x.yaml [--nodes N --gpus-per-node M]
 
@@ -34,7 +34,7 @@ def plan(
     html: str | None = None,
     shown: str | None = None,
 ) -> int:
-    """Prints what a configuration would ask of a cluster; 0: it can run, 1: it breaks rules, 2: it cannot be read.
+    """Prints the GPUs and memory that a configuration needs; 0: it can run, 1: it breaks rules, 2: it cannot be read.
 
     Args:
         config: YAML or JSON file: a trainer's whole configuration, or only device groups.

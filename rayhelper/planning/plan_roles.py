@@ -74,6 +74,7 @@ class PlannedRun:
     findings: Findings
     shape: ModelShape | None  # of the model that roles share
     unknown: str  # why there is no shape
+    engine: str  # that rollout_engine: auto stands for
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,8 @@ def _engine(place: Place) -> Literal["vllm", "hf"] | None:
         return None
     settings = place.settings
     uses_vllm = settings.get("use_vllm", any(str(key).startswith("vllm_") for key in settings)) is True
-    return "vllm" if settings.get("rollout_engine", "vllm" if uses_vllm else "hf") == "vllm" else "hf"
+    said = settings.get("rollout_engine", "vllm" if uses_vllm else "hf")
+    return "vllm" if (place.run.engine if said == "auto" else said) == "vllm" else "hf"
 
 
 def _own_model(place: Place) -> Any:

@@ -104,7 +104,7 @@ def test_the_divergence_is_that_of_both_models_of_transformers(model: str, teach
     assert samples.images is not None
     for ids, mask, pictures in zip(samples.input_ids, samples.target_mask, samples.images, strict=True):
         seen = vision.seen([pictures]) if pictures else {}
-        marks = torch.from_numpy(vision.is_picture(ids)).long()[None]
+        marks = torch.from_numpy(vision.kinds(ids)).long()[None]
         given: dict[str, Any] = {"input_ids": torch.tensor(ids)[None], "mm_token_type_ids": marks, **seen}
         with torch.no_grad():
             student, taught = (one(**given).logits[0].log_softmax(-1) for one in models)

@@ -12,9 +12,10 @@ from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.configuration.reading.command_line import load_config
 from trainers.configuration.vision import vision_settings
 from trainers.data.images.pictures import pictures_of
+from trainers.data.images.processor import Processors
 from trainers.grpo.config import GRPOConfig
 from trainers.parts.inputs import image_reader, load_model_and_tokenizer
-from trainers.rollout.vllm.vision.features import engine_fields_of_vision
+from trainers.rollout.vllm.vision.features import engine_fields_of_vision, seeing
 from trainers.sft.config import SFTConfig
 
 SWIFT = ["--dataset", "d", "--defaults", "ms-swift", "--tuner_type", "full"]
@@ -48,7 +49,7 @@ def test_a_policy_that_sees_completes_by_vllm_where_ms_swifts_does(model: str) -
     assert (config.rollout_engine, config.sleep_level) == ("vllm", 1)
     assert config.image_processor_kwargs["max_pixels"] > 0
     given = config.vllm_engine_kwargs["limit_mm_per_prompt"]
-    assert engine_fields_of_vision({"limit_mm_per_prompt": given}, {})["limit_mm_per_prompt"] == {
+    assert engine_fields_of_vision(seeing(model), {"limit_mm_per_prompt": given}, {})["limit_mm_per_prompt"] == {
         "image": 2,
         "video": 0,
     }
@@ -78,9 +79,8 @@ def test_driver_and_worker_make_pictures_of_one_size(model: str) -> None:
         text, _ = reader.expanded(reader.processor.image_token, (shown,))
         counts.append(text.count(reader.processor.image_token))
         vision = object.__new__(Vision)
-        vision.model, vision.trust_remote_code, vision._processor = model, False, None
-        vision.processing = vision_settings(config, trains=False)["processing"]
-        patches = vision._processed([shown.image()])["image_grid_thw"].prod()
+        vision.processors = Processors(model, False, *vision_settings(config, trains=False).values())
+        patches = vision._processed((shown,))["image_grid_thw"].prod()
         assert int(patches) == 4 * counts[-1]  # a token is 2 x 2 patches
     assert counts == [12, 4]
 

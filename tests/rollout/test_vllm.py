@@ -152,6 +152,18 @@ def test_the_seed_decides_what_is_drawn(sampling_engine: VllmEngine) -> None:
     assert len({tuple(row) for row in first.completion_ids}) > 1  # not each prompt alike
 
 
+def test_the_length_of_the_model_ends_a_completion_where_sampling_clips(sampling_engine: VllmEngine) -> None:
+    length = sampling_engine.max_model_len
+    clipped = dataclasses.replace(GREEDY, clips=True, generation_kwargs={"min_tokens": 3})
+    rollouts = sampling_engine.generate(Prompts(Ragged.of([[5] * (length - 3), [5, 6]], np.int64)), clipped, seed=1)
+    assert (len(rollouts.completion_ids[0]), bool(rollouts.truncated[0])) == (3, True)
+    free = dataclasses.replace(clipped, clips=False)
+    alone = sampling_engine.generate(Prompts(Ragged.of([[5, 6]], np.int64)), free, seed=1)
+    assert rollouts.completion_ids[1].tolist() == alone.completion_ids[0].tolist()
+    with pytest.raises(ConfigError, match="no token has room"):
+        sampling_engine.submit(Prompts(Ragged.of([[5] * length], np.int64)), clipped, seed=1)
+
+
 def test_truncation_leaves_only_the_likeliest(sampling_engine: VllmEngine) -> None:
     rollouts = sampling_engine.generate(prompts_of(), Sampling(max_completion_length=10, top_k=1), seed=5)
     greedy = sampling_engine.generate(prompts_of(), dataclasses.replace(GREEDY, max_completion_length=10), seed=0)

@@ -219,7 +219,12 @@ GRPO_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"reward_weights": [0.0]}, ["reward_weights are all 0"]),
     ({"reward_weights": [1.0, 2.0]}, ["reward_weights has 2 values for 1 reward_funcs"]),
     ({"rollout_engine": "vlm"}, ["rollout_engine must be one of hf", "'vlm'"]),
-    ({"loss_type": "real"}, ["'real' classifies", "it is not built", "nearest relative here is sapo"]),
+    (
+        {"loss_type": "real", "off_policy_mask_threshold": 1.0},
+        ["weighs no tokens. Write off_policy_mask_threshold: null"],
+    ),
+    ({"loss_type": "real", "teacher_model": "t"}, ["whole completions, and teacher_model judges tokens"]),
+    ({"loss_type": "real", "epsilon": 0.1}, ["epsilon is 0.1", "nothing looks at with loss_type=real"]),
     ({"loss_type": "sapo", "epsilon": 0.1}, ["epsilon is 0.1", "nothing looks at with loss_type=sapo"]),
     ({"loss_type": "vespo", "delta": 2.0}, ["delta is 2.0", "read with grpo, bnpo"]),
     ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, ["epsilon is 0.1", "loss_type=cispo"]),

@@ -876,6 +876,7 @@ def test_a_mixture_without_what_its_family_has_is_not_known() -> None:
     [
         ({"lora_kwargs": {"use_dora": True}}, "does not know .*use_dora"),
         ({"lora_target_modules": ["lm_head"]}, "target_modules has 'lm_head'"),
+        ({"lora_kwargs": {"modules_to_save": ["norm"]}}, "has 'norm', but with backend: megatron an adapter has only"),
     ],
 )
 def test_an_adapter_that_cannot_be_is_refused_before_anything_starts(

@@ -331,11 +331,28 @@ def test_a_colocated_engine_in_parts_has_its_own_processes(tmp_path: Path) -> No
     assert groups["colocate_groups"] == [["train", "rollout"]]
 
 
-def test_prompts_leave_room_for_their_completions(tmp_path: Path) -> None:
+def test_the_engines_length_ends_completions_of_long_prompts(tmp_path: Path) -> None:
     text = "use_vllm: true\nvllm_max_model_len: 100\nmax_completion_length: 30\n"
-    assert load(GRPOConfig, text + "max_length: 100", tmp_path).max_prompt_length == 70
-    assert load(GRPOConfig, text + "max_length: 60", tmp_path).max_prompt_length == 60
+    for length, prompt, clips in ((100, 99, True), (90, 90, True), (70, 70, False)):
+        config = load(GRPOConfig, text + f"max_length: {length}", tmp_path)
+        assert (config.max_prompt_length, config.vllm_clip_completions) == (prompt, clips)
     assert "has no room" in told(GRPOConfig, text + "max_prompt_length: 100", tmp_path)  # a name of ours
+
+
+def test_bits_without_a_method_and_an_adapter_beside_quantized_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert not load(SFTConfig, "defaults: ms-swift\ntuner_type: lora\nquant_bits: 4", tmp_path).quantization
+    assert "quant_bits (without quant_method nothing is quantized, in ms-swift neither)" in caplog.text
+    text = "tuner_type: lora\nquant_method: bnb\nquant_bits: 4\nuse_vllm: true\nvllm_enable_lora: true"
+    with caplog.at_level(logging.INFO):
+        config = load(GRPOConfig, text + "\ndefaults: ms-swift", tmp_path)
+    assert config.load_in_4bit
+    assert not config.vllm_enable_lora
+    assert "vllm_enable_lora (weights are quantized, and the engine gets the values" in caplog.text
+    with pytest.raises(ConfigError, match="vllm_enable_lora: the engine would use the adapter with weights that"):
+        load(GRPOConfig, text + "\ndefaults: trl", tmp_path)
 
 
 def test_a_loss_that_clips_nothing_reads_no_epsilon(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -145,6 +145,11 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
         "tuner_type: lora\nmodules_to_save: embed_tokens lm_head",
         {"tuner_type": "lora", "lora_kwargs": {"modules_to_save": ["embed_tokens", "lm_head"]}},
     ),
+    (
+        SFTConfig,
+        "backend: megatron\ntuner_type: lora\nmodules_to_save: word_embeddings output_layer",
+        MEGATRON | {"tuner_type": "lora", "lora_kwargs": {"modules_to_save": ["embed_tokens", "lm_head"]}},
+    ),
     (SFTConfig, "model_kwargs: {max_pixels: 1003520, FPS_MAX_FRAMES: 12}", {}),  # a language model sees nothing
     (SFTConfig, "model_kwargs: {}", {}),
     (SFTConfig, "modules_to_save: [lm_head]", {}),  # every weight is trained
@@ -372,7 +377,6 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "min_lr is not supported with lr_scheduler_type inverse_sqrt",
     ),
     (SFTConfig, "deepspeed: {a: 1}", "or the fsdp_* keys themselves"),
-    (SFTConfig, "quant_bits: 4", "without quant_method ms-swift quantizes nothing. Write quant_method: bnb, or"),
     (SFTConfig, "quant_method: hqq\nquant_bits: 4\nhqq_axis: 1", "hqq_axis: quant_method hqq is not supported, as"),
     (SFTConfig, "quant_method: bnb", "quant_method bnb needs quant_bits: 4 or 8, got None"),
     (
@@ -416,11 +420,6 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         SFTConfig,
         "backend: megatron\nrouter_aux_loss_coef: 0.01",
         "router_aux_loss_coef is 0.01, which is of transformers' losses, but backend is megatron. Write megatron: {",
-    ),
-    (
-        SFTConfig,
-        "backend: megatron\ntuner_type: lora\nmodules_to_save: word_embeddings output_layer",
-        "modules_to_save: with backend: megatron an adapter trains no other weights",
     ),
     (SFTConfig, "tuner_type: lora\nmodules_to_save: all-embedding", "all-embedding is a word of ms-swift's"),
     (SFTConfig, "model_kwargs: {reasoning_effort: high}", "model_kwargs is not supported: of ms-swift's arguments of"),

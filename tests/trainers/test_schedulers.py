@@ -246,6 +246,10 @@ def test_the_engines_length_limits_episodes_whose_turns_are_limited(plugin: str)
     assert 100 - 50 < whole <= 100
     assert rollouts.truncated.all()
     assert one(rollouts.is_sampled)[-1]
+    clipped = Stage(made, TOKENIZER, 50).play(
+        Short(lambda _: "0123456789"), [{"prompt": [user("?")]}], Sampling(200, clips=True), lambda *_: 0
+    )
+    assert len(one(clipped.prompt_ids)) + len(one(clipped.completion_ids)) <= 100
 
 
 @pytest.mark.parametrize(("kind", "file"), [(GRPOConfig, "gym_env: game"), (GKDConfig, "lmbda: 1\nteacher_model: m")])

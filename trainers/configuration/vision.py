@@ -18,18 +18,21 @@ class VisionConfig:
 
     # Vision models
     max_pixels: int | None = None
-    """Pixels (width x height) of a picture; larger ones are made smaller. null: as the model's processor does it."""
+    """Largest number of pixels (width x height). Larger pictures are made smaller. null: the limit of the model's
+    processor."""
     image_processor_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the model's image processor, for all roles, such as max_pixels for Qwen."""
+    video_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the model's video processor, for all roles, such as fps, max_frames and size."""
     image_urls: bool = False
-    """Download pictures of http addresses. false: rows with an address are broken."""
+    """Download pictures and videos from http addresses. false: rows with an address count as broken."""
     freeze_vit: bool | None = None
-    """The vision tower does not learn. With an adapter: the tower gets no adapter. null: true with an adapter and with
-    backend: megatron, else false."""
+    """The vision tower is not trained, and gets no adapter. null: true with an adapter or with backend: megatron, else
+    false."""
     freeze_aligner: bool | None = None
-    """The same of the aligner."""
+    """The aligner is not trained, and gets no adapter."""
     freeze_llm: bool = False
-    """The same of the language model."""
+    """The language model is not trained, and gets no adapter."""
     vit_lr: float | None = None
     """Learning rate of the vision tower. null: ``learning_rate``."""
     aligner_lr: float | None = None
@@ -37,10 +40,11 @@ class VisionConfig:
 
 
 def vision_settings(config: Any, *, trains: bool = True) -> dict[str, Any]:
-    """What the backend is told: how pictures are processed; where it ``trains``, the parts that do not learn and the
-    learning rates of the others."""
+    """What the backend is told: how pictures and videos are processed; where it ``trains``, the parts that do not learn
+    and the learning rates of the others."""
+    processing = {"processing": config.image_processor_kwargs, "videos": config.video_processor_kwargs}
     if not trains:
-        return {"processing": config.image_processor_kwargs}
+        return processing
     unsaid = config.has_adapter or config.backend == "megatron"
     frozen = {
         "vit": unsaid if config.freeze_vit is None else config.freeze_vit,
@@ -49,7 +53,7 @@ def vision_settings(config: Any, *, trains: bool = True) -> dict[str, Any]:
     }
     rates = {"vit": config.vit_lr, "aligner": config.aligner_lr}
     return {
-        "processing": config.image_processor_kwargs,
+        **processing,
         "frozen": [part for part, is_frozen in frozen.items() if is_frozen],
         "rates": {part: rate for part, rate in rates.items() if rate is not None},
     }

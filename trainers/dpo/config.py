@@ -42,13 +42,13 @@ class DPOConfig(ReferenceConfig):
     """One or several of sigmoid, cdpo, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired,
     apo_zero, apo_down, discopop, sft, sigmoid_norm. Formulas and papers are in losses/preference.py."""
     loss_weights: list[float] | None = None
-    """One a loss type. null: 1 for each."""
+    """One weight per loss type. null: 1 for each."""
     rpo_alpha: float | None = None
-    """Adds the loss type sft with this weight (RPO, arXiv 2404.19733). null: does not."""
+    """Adds the loss type sft with this weight (RPO, arXiv 2404.19733). null: it is not added."""
     beta: float = 0.1
-    """How strongly the policy is held to the reference; more: closer."""
+    """How strongly the policy is held to the reference. A larger value keeps it closer."""
     label_smoothing: float = 0.0
-    """Share of pairs taken to be the wrong way round, in cdpo, robust, exo_pair, aot and aot_unpaired."""
+    """Share of pairs that are assumed to be labelled wrongly (cdpo, robust, exo_pair, aot, aot_unpaired)."""
     f_divergence_type: FDivergenceType = "reverse_kl"
     """Divergence that holds the policy to the reference (f-DPO, arXiv 2309.16240)."""
     f_alpha_divergence_coef: float = 0.5
@@ -58,11 +58,11 @@ class DPOConfig(ReferenceConfig):
     use_weighting: bool = False
     """Weigh each pair by how likely the policy is to write it (WPO, arXiv 2406.11827)."""
     discopop_tau: float = 0.05
-    """Temperature of discopop's mixture."""
+    """Temperature of the mixture in loss type discopop."""
 
     # Reference
     reference_free: bool = False
-    """Compare with no reference: its log-probabilities are 0."""
+    """Train without a reference. Its log-probabilities count as 0."""
 
     # Evaluation
     per_device_eval_batch_size: int = 8

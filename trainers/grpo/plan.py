@@ -60,6 +60,11 @@ class GenerationPlan:
                 f"a generation of {size} completions must be a multiple of num_generations={config.num_generations}, "
                 "so that groups stay whole. Change generation_batch_size, the batch size, or num_generations"
             )
+        if config.loss_name == "real" and size != step_size:
+            raise ConfigError(
+                f"loss_type: real classifies the completions of a prompt in one optimizer step. A step has {step_size} "
+                f"completions, a generation {size}. Make them equal (generation_batch_size, steps_per_generation)."
+            )
         num_prompts = size // config.num_generations
         if config.dataloader_drop_last and not config.dynamic_sample:
             num_rows -= num_rows % num_prompts

@@ -21,6 +21,7 @@ from trainers.rewards.advantages import (
     sequence_kl,
     total_rewards,
 )
+from trainers.rewards.classified import classified, mean_log_ratios
 from trainers.rewards.estimators import RewardBatch, estimated
 
 
@@ -176,6 +177,21 @@ def with_selection(config: GRPOConfig, chunk: Samples, logps: Ragged, seed: tupl
     selected = np.zeros(len(counted), bool)
     selected[counted] = chosen
     return dataclasses.replace(chunk, selected=Ragged(selected, logps.offsets))
+
+
+def with_slopes(config: GRPOConfig, chunk: Samples, logps: Ragged) -> tuple[Samples, float]:
+    """The samples of one optimizer step, with the slopes of REAL's loss as their advantages, and that loss.
+
+    ``logps``: of the policy as it is before the step. The slope by the mean of a completion's log-ratios is shared out
+    over its tokens, and ``loss_type: real`` divides by the tokens of the step.
+    """
+    advantages = chunk.advantages
+    assert isinstance(advantages, np.ndarray), "a completion is classified as a whole"
+    scores_B = mean_log_ratios(logps, chunk.old_logps, asked(chunk.loss_mask))
+    loss, slopes_B = classified(scores_B, advantages, config.num_generations, config.real_tau)
+    counts_B = num_loss_tokens(chunk)
+    shares_B = counts_B.sum() / np.maximum(counts_B, 1)
+    return dataclasses.replace(chunk, advantages=(-slopes_B * shares_B).astype(np.float32)), loss
 
 
 def num_loss_tokens(samples: Samples) -> np.ndarray:

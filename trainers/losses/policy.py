@@ -21,7 +21,7 @@ import torch
 from trainers.losses.policy_terms import importance_ratios, k3_divergence
 from trainers.losses.surrogates import PolicyBatch, PolicyTerms
 from trainers.losses.tokens import masked, per_token, present
-from trainers.losses.types import NOT_BUILT, ImportanceLevel, PolicyLoss
+from trainers.losses.types import ImportanceLevel, PolicyLoss
 from trainers.metrics import Metrics
 from trainers.plugins import LOSSES, parameters
 
@@ -34,7 +34,7 @@ def grpo_normaliser(loss_type: str, *, num_sequences: float, num_tokens: float, 
     ==================  ===========================================  ==============================================
     sequence_means      sequences, each averaged over its tokens     grpo (arXiv 2402.03300), sapo, gmpo
     sequence_sums       sequences, each summed over its tokens       luspo (arXiv 2602.05261)
-    step_tokens         loss tokens of the step                      bnpo
+    step_tokens         loss tokens of the step                      bnpo, real
     max_length          sequences x max_completion_length            dr_grpo (arXiv 2503.20783)
     tokens              loss tokens, see below                       dapo (arXiv 2503.14476) and the others
     ==================  ===========================================  ==============================================
@@ -173,8 +173,6 @@ def add_policy_metrics(metrics: Metrics, diagnostics: PolicyDiagnostics) -> None
 
 def loss_named(loss_type: str) -> PolicyLoss:
     """The registered loss of a name. Raises ValueError for an unknown one, with what is near to it, and the known."""
-    if loss_type in NOT_BUILT:
-        raise ValueError(NOT_BUILT[loss_type])
     if loss_type not in LOSSES:
         raise ValueError(f"loss_type must be one of {', '.join(LOSSES)}, got {loss_type!r}")
     loss: PolicyLoss = LOSSES[loss_type]

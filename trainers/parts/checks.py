@@ -160,7 +160,8 @@ def check_prompts_fit(
         told = f"the model's {length} positions"
     if not isinstance(length, int) or length < 0:
         return  # vLLM finds one itself
-    room = length - config.max_completion_length
+    least = 1 if config.vllm_clip_completions else config.max_completion_length
+    room = length - least
     for key, rows in datasets.items():
         long = (
             (k, row)
@@ -175,7 +176,7 @@ def check_prompts_fit(
                 if len(prompt_ids) > room:
                     raise ConfigError(
                         f"{key}: the prompt of row {place} (from 0, of {len(rows)}) has {len(prompt_ids)} tokens, and "
-                        f"with a completion of {config.max_completion_length} (max_completion_length) that is more "
+                        f"with a completion of {least} (max_completion_length) that is more "
                         f"than {told}. Set max_prompt_length to at most {room}, which cuts the beginning of "
                         "longer prompts. Or change one of the lengths, or remove the row."
                     )

@@ -53,6 +53,7 @@ def build_engine(
         vision=getattr(lender, "vision", None),
         gets_part=config.backend == "megatron",  # which may have frozen the vision tower, and then sends none of it
         processing=config.image_processor_kwargs,
+        videos=config.video_processor_kwargs,
     )
     if gathers:
         engine.check_decoding()
@@ -157,6 +158,7 @@ def sampling_of(config: CompletionConfig, temperature: float | None = None) -> S
         min_p=config.min_p,
         repetition_penalty=config.repetition_penalty,
         stop_token_ids=tuple(config.stop_token_ids),
+        clips=config.vllm_clip_completions,
         generation_kwargs=config.generation_kwargs,
     )
 

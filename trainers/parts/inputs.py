@@ -14,7 +14,7 @@ from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.data.broken_rows import Counted, counted, prompt_mistake, without_broken
 from trainers.data.images.conversations import COLUMNS
-from trainers.data.images.processor import ImageReader, is_vision, load_processor, seen_too
+from trainers.data.images.processor import ImageReader, is_vision, load_processor, seen_too, video_refusal
 from trainers.data.rows import drop_long_prompts, load_rows, prompt_of
 from trainers.parts.model_checks import (
     check_adapter,
@@ -48,6 +48,7 @@ def read_rows(config: RunConfig, source: Any, split: str, images: ImageReader | 
             skip_broken=skips_broken(config),
             names={"model_name": config.model_name, "model_author": config.model_author},
             images=images is not None,
+            no_videos=None if images is None else images.no_videos,
         )
     if learns:
         counted.set(replace(counted.get(), num_read=len(rows) + counted.get().num_left_out))
@@ -61,12 +62,13 @@ def image_reader(
     beside: Mapping[str, str] | None = None,
     *,
     sees_episodes: bool = False,
+    no_videos: str | None = None,
 ) -> ImageReader | None:
     """What reads the pictures of rows for a model that sees some; None for others, and where others read texts alone.
 
     ``config``: of training or of sampling. ``beside``: the other models of the run by the keys that name them; all
-    must see pictures too. ``sees_episodes``: pictures may stand in episodes with an environment. The chat template is
-    the processor's, unless the configuration gives one.
+    must see pictures too. ``sees_episodes``: pictures may stand in episodes with an environment. ``no_videos``: why the
+    trainer shows no videos, and what to do. The chat template is the processor's, unless the configuration gives one.
 
     Raises:
         ConfigError: the model's processor cannot be loaded, or a model that is given its tokens has another one.
@@ -84,11 +86,42 @@ def image_reader(
     with mistakes_of("model"):
         told: dict[str, Any] = {"max_pixels": config.max_pixels, "urls": config.image_urls}
         told["processing"] = config.image_processor_kwargs
+        told["videos"] = getattr(config, "video_processor_kwargs", None)
+        told["no_videos"] = no_videos or videos_mistake(config, model, named)
         reader = ImageReader(tokenizer, model, trust_remote_code=config.trust_remote_code, **told)
         own = reader.processor.chat_template
+        if told["videos"] and told["no_videos"] is None:
+            load_processor(model, trust_remote_code=config.trust_remote_code, videos=told["videos"])
     if config.chat_template is None and own is not None:
         tokenizer.chat_template = own
     return reader
+
+
+def videos_mistake(config: Any, model: str, beside: Mapping[str, str]) -> str | None:
+    """Why the rows of a run of vision models cannot have videos, and what to do; None: they can.
+
+    ``beside``: as of ``image_reader``.
+    """
+    if not hasattr(config, "video_processor_kwargs"):
+        return "sampling shows no videos to a model. Take rows without videos"
+    if config.backend != "fsdp":
+        return f"backend: {config.backend} shows no videos to a model. Write backend: fsdp"
+    for key in ("rollout_engine", "teacher_engine"):
+        if getattr(config, key, "hf") == "vllm":
+            return f"{key}: vllm shows no videos to a model. Write {key}: hf"
+    if getattr(config, "has_environment", False):
+        return "environments and tools show no videos to a model. Remove them, or take rows without videos"
+    trusted = config.trust_remote_code
+    for name in dict.fromkeys((model, *beside.values())):
+        if mistake := video_refusal(name, trust_remote_code=trusted):
+            return mistake
+    for key, name in beside.items():
+        if key.startswith(REWARD_MODEL) or name == model:
+            continue
+        own, theirs = (load_processor(one, trust_remote_code=trusted, videos={}) for one in (model, name))
+        if own.video_processor.to_dict() != theirs.video_processor.to_dict():
+            return f"{key}: its processor makes other tokens of videos than that of the policy. Take the same processor"
+    return None
 
 
 def check_same_pixels(

@@ -291,14 +291,14 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
             "yet. Remove it."
         )
     if getattr(config, "rollout_engine", "hf") == "vllm":
-        check_engine_sees(config)
+        check_engine_sees(config, found)
 
 
-def check_engine_sees(config: Any) -> None:
-    """Raises ConfigError if vLLM cannot complete prompts for a vision model that the run trains."""
-    from trainers.rollout.vllm.vision.features import check_torchvision
+def check_engine_sees(config: Any, found: Any) -> None:
+    """Raises ConfigError if vLLM cannot complete prompts for a vision model of this configuration, which is trained."""
+    from trainers.rollout.vllm.vision.features import check_pictures
 
-    check_torchvision()
+    check_pictures(found)
     is_whole = {config.freeze_vit, config.freeze_aligner} == {False}
     drops = getattr(config, "sleep_level", 0) == 2 or config.vllm_engine_kwargs.get("load_format") == "dummy"
     if config.backend == "megatron" and not is_whole and drops:

@@ -24,7 +24,6 @@ import torch
 
 from rayhelper import Channel, RayHelper, WorkerDiedError
 from trainers.backends.base import Backend, TokenFunction
-from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Ragged, Sequences, TopLogps
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.shared import TrainConfig
@@ -212,10 +211,11 @@ class Policy(Trained):
         """float32, of each row what its sequences give at their targets, of a model without a language head.
 
         ``micro_batch_size`` None: as of ``step``. ``as_in_step``: what ``step`` will find, dropout included, if it is
-        called next with these samples. With backend: fsdp.
+        called next with these samples.
         """
         size = micro_batch_size or self.config.per_device_train_batch_size
-        return cast(FsdpBackend, self.built).token_values(samples, micro_batch_size=size, as_in_step=as_in_step)
+        found: Ragged = cast(Any, self.built).token_values(samples, micro_batch_size=size, as_in_step=as_in_step)
+        return found
 
     @RayHelper.function(group="train")
     def send(self, channel: Channel, version: int) -> None:

@@ -40,6 +40,7 @@ from trainers.reranking.texts import PairEncoder
 from trainers.run.run import Run, saved_order
 
 HEADLINE = ("loss", "accuracy", "mrr")
+NO_VIDEOS = "rerankers see pictures and no videos. Take rows without videos"
 
 
 @RayHelper.worker(group="train")
@@ -70,7 +71,7 @@ class RerankingTrainer:
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
         found = configuration_of(self.model_path, config.trust_remote_code)
         check_reranker(config, found)
-        self.images = image_reader(config, self.model_path, self.tokenizer)
+        self.images = image_reader(config, self.model_path, self.tokenizer, no_videos=NO_VIDEOS)
         is_plain = is_encoder(found) or not self.tokenizer.chat_template
         self.answers = answer_ids(config, self.tokenizer) if config.is_generative else None
         self.encoder = PairEncoder(

@@ -126,7 +126,7 @@ class RewardModel:
 def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as chat templates of vision models read them."""
     return [
-        {**message, "content": as_parts(message["content"], marks=False)} if message.get("content") else dict(message)
+        {**message, "content": as_parts(message["content"])} if message.get("content") else dict(message)
         for message in messages
     ]
 

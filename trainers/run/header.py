@@ -4,6 +4,7 @@
     data: 7,473 rows of gsm8k/train.jsonl (7,480 rows were read and 7 left out)
     roles: train, rollout on 8 GPU (policy); reward on 2 CPU
     steps: 934, of 64 sequences and at most 65,536 tokens each
+    rollout_engine: hf  # auto: the workers that train also generate
     chosen by the run: token_budget: auto, gradient_checkpointing: auto (...)
     translated: learning_rate from lr, dtype from bf16
 
@@ -165,15 +166,26 @@ def _chosen(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> It
         yield f"chosen by the run: {', '.join(keys)} (on a GPU, where the log has the values that fix them)"
 
 
+def _engine(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
+    _, chosen = _as_read(config)
+    yield from (f"{key}: {getattr(config, key)}  # auto: {reason}" for key, reason in chosen.items())
+
+
 def _translated(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
-    read, origins = read_from.get()
-    of_this_run = type(read) is type(config) and all(
-        getattr(read, key) == getattr(config, key) for key in ("output_dir", *origins)
-    )
-    if origins and of_this_run:
+    origins, _ = _as_read(config)
+    if origins:
         yield f"translated: {', '.join(f'{key} from {theirs}' for key, theirs in origins.items())}"
 
 
+def _as_read(config: TrainConfig) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Which keys others' keys said, and which were auto; nothing for a configuration that was made in Python."""
+    read, origins, chosen = read_from.get()
+    is_this = type(read) is type(config) and all(
+        getattr(read, key) == getattr(config, key) for key in ("output_dir", *origins, *chosen)
+    )
+    return (origins, chosen) if is_this else ({}, {})
+
+
 PARTS: tuple[Callable[[Any, int, Mapping[str, Any]], Iterator[str]], ...] = (
-    *(_model, _rows, _roles, _steps, _chosen, _translated),
+    *(_model, _rows, _roles, _steps, _engine, _chosen, _translated),
 )

@@ -334,6 +334,7 @@ class FsdpBackend(Scoring):
         finite: FiniteStep,
     ) -> int:
         """Passes of all micro-batches, of ``rows`` each, forward and back; the number of their tokens."""
+        self._agree_on_towers(batch)
         num_micro, num_tokens, k = most_of_ranks(max(1, len(rows)), self.device), 0, 0
         token_function: TokenFunction | None = settings.get("token_function")
         names = () if token_function is None else token_function.names

@@ -96,6 +96,7 @@ class Scoring:
     def target_features(self, sequences: Sequences, *, adapter: bool = True) -> torch.Tensor:
         """(N, H) what ``logits`` takes, of the targets of all rows in one pass. Every rank if weights lie in shards."""
         self.offloaded.check_here(WEIGHTS)
+        self._agree_on_towers(sequences)
         with evaluating(self.module), self._without_adapter(not adapter), self._uncompiled():
             features_NX: torch.Tensor = self._run(self.scorer, sequences, temperature=1.0, features_only=True)[0]
         return features_NX
@@ -124,6 +125,7 @@ class Scoring:
         rows = self._cut(batch, micro_batch_size, self.token_budget if room is None else room.budget())
         mode = contextlib.nullcontext() if as_in_step else evaluating(self.module)
         columns: list[list[torch.Tensor]] = [[] for _ in range(num_columns)]
+        self._agree_on_towers(batch)
         with mode, self._without_adapter(not adapter), self._holding(), self._uncompiled():
             for k in range(most_of_ranks(len(rows), self.device) if self.is_sharded else len(rows)):
                 micro = batch[rows[k]].as_sequences() if k < len(rows) else None
@@ -135,6 +137,12 @@ class Scoring:
             return [Ragged.of([], np.float32) for _ in columns]
         counts = np.concatenate([targets_of_rows(batch[part]) for part in rows])
         return [in_order([Ragged.split(torch.cat(parts).cpu().numpy(), counts)], rows) for parts in columns]
+
+    def _agree_on_towers(self, batch: Any) -> None:
+        """All ranks run a tower in shards as often in each pass: every rank calls it before its passes."""
+        if self.is_sharded and self.vision is not None and self.scorer.dummy is not None:
+            most = self.vision.num_towers(batch.as_sequences().images)
+            self.scorer.dummy.num_towers = most_of_ranks(most, self.device)
 
     def _run(self, forward: torch.nn.Module, micro: Sequences | None, **settings: Any) -> Any:
         micro = Sequences(Ragged.of([], np.int64), Ragged.of([], bool)) if micro is None else micro

@@ -2,7 +2,7 @@
 
 Routers, gates of shared experts, convolutions, embedding and head get none: "all-linear" is attention, gated delta-rule
 layers, dense MLPs and shared experts. In qwen3_moe and qwen3_next, where names of an MLP mean experts to peft, it has
-no MLP. Experts get an adapter where they are named.
+no MLP. Experts get an adapter where they are named. ``modules_to_save`` trains embedding and head themselves.
 
 Needs neither weights nor megatron-core: mistakes are found before a process starts.
 """
@@ -15,9 +15,9 @@ from typing import Any
 
 from rayhelper import ConfigError
 from trainers.backends.megatron.tensors.sources import Source
-from trainers.backends.megatron.tensors.table import block_sources
+from trainers.backends.megatron.tensors.table import EMBEDDING, HEAD, block_sources
 
-FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "use_rslora")
+FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "use_rslora", "modules_to_save")
 STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # what peft calls the experts of a layer
 IN_STACKS = ("gate_proj", "up_proj", "down_proj")  # and what it called them when they were layers of their own
 LINEAR = re.compile(r"(_proj|\.in_proj_\w+)\.weight$")  # layers of a checkpoint that can have an adapter
@@ -37,6 +37,7 @@ def chosen_targets(config: Any, settings: Mapping[str, Any], *, num_stages: int 
     """
     if unknown := sorted(settings.keys() - set(FIELDS)):
         raise ConfigError(f"lora: backend: megatron does not know {unknown}; of peft's fields it has {list(FIELDS)}")
+    whole_names(config, settings)
     known, in_experts = _adaptable(config), names_in_experts(config)
     wanted = settings.get("target_modules", "all-linear")
     chosen = in_experts if _takes_experts(config, settings, bool(in_experts)) else set()
@@ -77,6 +78,29 @@ def chosen_targets(config: Any, settings: Mapping[str, Any], *, num_stages: int 
             "pipeline_model_parallel_size every layer must have one: add a layer of the attention"
         )
     return chosen
+
+
+def whole_names(config: Any, settings: Mapping[str, Any]) -> set[str]:
+    """Names, in a checkpoint, of the weights that ``modules_to_save`` trains themselves, beside the adapter.
+
+    Raises:
+        ConfigError: a module that is neither embedding nor head, or one whose weight both have.
+    """
+    known = {_last(name): name for name in (EMBEDDING, HEAD)}
+    wanted = settings.get("modules_to_save") or ()
+    for asked in wanted:
+        if not any(_means(asked, name) for name in known.values()):
+            raise ConfigError(
+                f"lora_kwargs: modules_to_save has {asked!r}, but with backend: megatron an adapter has only "
+                f"{' and '.join(known)} beside it. Remove it, or write backend: fsdp."
+            )
+    if wanted and config.tie_word_embeddings:
+        raise ConfigError(
+            f"lora_kwargs: modules_to_save has {', '.join(wanted)}, but the model ties {' and '.join(known)}, and "
+            "backend: megatron trains no tied weight beside an adapter. Remove it, or write backend: fsdp and "
+            "lora_kwargs: {ensure_weight_tying: true} too."
+        )
+    return {name for name in known.values() if any(_means(asked, name) for asked in wanted)}
 
 
 def peft_fields(config: Any, settings: Mapping[str, Any], targets: set[str]) -> dict[str, Any]:

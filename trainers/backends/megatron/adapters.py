@@ -7,8 +7,8 @@ megatron-core fuses what Hugging Face keeps apart, so a layer may have several p
 
 Function, number of weights and initial values are as with peft on the model in one process, but for one thing: of
 targets in one fused layer, dropout takes the same inputs. Routers, gates of shared experts, embedding and head get no
-adapter: "all-linear" is attention, dense MLPs and shared experts, and of qwen3_moe, where names of an MLP mean experts
-to peft, attention alone.
+adapter, but the last two are trained themselves where ``modules_to_save`` names them. "all-linear" is attention, dense
+MLPs and shared experts, and of qwen3_moe, where names of an MLP mean experts to peft, attention alone.
 
 Experts get one where they are named (adapter_pieces.py).
 """
@@ -19,7 +19,8 @@ import contextlib
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,11 @@ from trainers.backends.megatron.adapter_targets import (
     linear_layers,
     names_in_stacks,
     peft_fields,
+    whole_names,
 )
-from trainers.backends.megatron.tensors.names import canonical
+from trainers.backends.megatron.tensors.names import THINKER, canonical
 from trainers.backends.megatron.tensors.sources import Source
-from trainers.backends.megatron.tensors.table import VALUES
+from trainers.backends.megatron.tensors.table import EMBEDDING, HEAD, VALUES, block_sources
 from trainers.backends.megatron.weights import MegatronWeights
 
 PREFIX, FILE = "base_model.model.", "adapter_model.safetensors"
@@ -73,7 +75,8 @@ class MegatronAdapter:
 
         self.settings, self.value_head = dict(settings), value_head
         self._inner = inner
-        self._layers = f"{inner or 'model.'}layers."  # how their names begin in peft's model
+        self._model = inner or "model."
+        self._layers = f"{self._model}layers."  # how their names begin in peft's model
         self.rank: int = self.settings.get("r", 8)
         self._tensor = parallel_state.get_tensor_model_parallel_group()
         self._experts = parallel_state.get_expert_tensor_and_model_parallel_group()
@@ -82,6 +85,10 @@ class MegatronAdapter:
         self._device = next(stages[0].parameters()).device
         self._config = config
         self.targets = chosen_targets(config, self.settings, num_stages=self._pipeline.size())
+        self.wholes = whole_names(config, self.settings)
+        if value_head and HEAD in self.wholes:
+            raise ConfigError("lora_kwargs: modules_to_save has lm_head, but a model with a linear head has none.")
+        self._originals: dict[Parameter, torch.Tensor] = {}  # of weights that are trained themselves, on the host
         self._is_grouped = bool(stages[0].config.moe_grouped_gemm)
         self._low_ranks: list[Any] = []
         self._deltas: dict[Parameter, Callable[[], torch.Tensor]] = {}  # by the weight that they change
@@ -95,6 +102,7 @@ class MegatronAdapter:
             self._blocks.append([piece for source in sources for piece in self._added(source, layer)])
             if expert_names(config, number) & self.targets:
                 self._blocks.append(list(self._added_to_experts(number, layer)))
+        self._blocks += [[piece] for piece in self._trained_whole(stages)]
         if value_head:
             shape = {f"{PREFIX}score.weight": (num_labels, config.hidden_size)}
             values = getattr(stages[-1], "values", None)
@@ -128,7 +136,7 @@ class MegatronAdapter:
 
     def changes(self, name: str) -> bool:
         """Whether training makes another of the weight of that name in the checkpoint."""
-        return canonical(name) in self.targets or (self.value_head and name == VALUES)
+        return canonical(name) in self.targets | self.wholes or (self.value_head and name == VALUES)
 
     def merged(self, parameter: Parameter) -> torch.Tensor:
         """This worker's part of a weight with the adapter added, which leaves the weight as it is."""
@@ -146,11 +154,15 @@ class MegatronAdapter:
     @contextlib.contextmanager
     def off(self, is_off: bool = True) -> Iterator[None]:
         """Inside, the model is what it was before the adapter was added."""
+        originals = self._originals if is_off else {}
+        trained = [weight.detach().clone() for weight in originals]
+        _put(originals, originals.values())
         for low_rank in self._low_ranks:
             low_rank.is_on = not is_off
         try:
             yield
         finally:
+            _put(originals, trained)
             for low_rank in self._low_ranks:
                 low_rank.is_on = True
 
@@ -162,10 +174,10 @@ class MegatronAdapter:
         weights = {name: weight.cpu() for name, weight in self.state()}
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
+            whole = [*(["score"] if self.value_head else []), *(self.settings.get("modules_to_save") or ())]
             LoraConfig(
-                **self.settings | self._fields(),
+                **self.settings | self._fields() | {"modules_to_save": whole or None},
                 task_type="SEQ_CLS" if self.value_head else "CAUSAL_LM",
-                modules_to_save=["score"] if self.value_head else None,
                 base_model_name_or_path=self._config.name_or_path,
                 inference_mode=True,
             ).save_pretrained(str(folder))
@@ -173,8 +185,10 @@ class MegatronAdapter:
         dist.barrier()
 
     def _in_memory(self, name: str) -> str:
-        """The name of a layer, or its end, in transformers' model."""
-        return name.replace(LAYERS, self._layers, 1)
+        """The name of a layer, or its end, of the embedding or the head, in transformers' model."""
+        if name == HEAD:
+            return THINKER + name if self._inner.startswith(THINKER) else name
+        return name.replace(LAYERS, self._layers, 1) if name != EMBEDDING else name.replace("model.", self._model, 1)
 
     def _fields(self) -> dict[str, Any]:
         """Which layers peft takes: of a model that also sees, none of the tower, some of which have the same names."""
@@ -226,6 +240,22 @@ class MegatronAdapter:
                 sections = {name: source.sections[target] for name, target in given if target in source.sections}
             stacked = Source((), tensors, cut, source.num_ranks, sections=sections)
             yield Piece(stacked, getattr(low_rank, key, None), self._tensor)
+
+    def _trained_whole(self, stages: Sequence[Any]) -> Iterator[Piece]:
+        """Embedding and head, where they are trained themselves; each learns from now on."""
+        own = {name: weight for stage in stages for name, weight in stage.named_parameters()}
+        cut = {"num_ranks": self._tensor.size(), "num_expert_ranks": 1}
+        cut["num_padded"] = stages[0].vocab_size - self._config.vocab_size
+        for block in (0, self._config.num_hidden_layers + 1):
+            for source in block_sources(self._config, block, **cut).plain:
+                if source.key not in self.wholes:
+                    continue
+                weight = own.get(source.parameters[0])
+                if weight is not None:
+                    weight.requires_grad_(True)
+                    self._originals[weight] = weight.detach().to("cpu", copy=True)
+                tensors = {PREFIX + self._in_memory(name): shape for name, shape in source.tensors.items()}
+                yield Piece(replace(source, tensors=tensors), weight, self._tensor)
 
     def _added_to_experts(self, number: int, layer: Any) -> Iterator[Piece]:
         """What the adapter has beside the experts of the layer of that number."""
@@ -324,6 +354,12 @@ def freeze(stage: Any) -> None:
         stage.values.requires_grad_(True)
     if stage.pre_process:
         begin_gradients(stage.embedding)
+
+
+@torch.no_grad()
+def _put(weights: Iterable[Parameter], values: Iterable[torch.Tensor]) -> None:
+    for weight, value in zip(weights, values, strict=True):
+        weight.copy_(value)
 
 
 def _draw(piece: Piece, seed: int) -> None:

@@ -86,23 +86,16 @@ def engine_beside_training(given: GivenKeys) -> None:
 
 
 def room_for_prompts(given: GivenKeys) -> None:
-    """ms-swift's ``max_length`` may leave no room for a completion: its engine then ends the completion early.
-
-    Here completions have their length, and prompts that leave too little room lose their beginning.
-    """
+    """ms-swift's ``max_length`` may leave no room for a completion: its engine then ends the completion early."""
     if given.written.get("max_prompt_length") != "max_length":
         return
     sizes = [given.get(name) for name in ("vllm_max_model_len", "max_completion_length", "max_prompt_length")]
     if not all(type(size) is int for size in sizes) or "vllm_max_model_len" not in given.values:
         return
-    room = sizes[0] - sizes[1]
-    if 1 <= room < sizes[2]:
-        given.values["max_prompt_length"] = room
-        logger.info(
-            "max_length is %d here: a prompt and its completion of %d tokens have vllm_max_model_len %d together; "
-            "the beginning of longer prompts is cut",
-            *(room, sizes[1], sizes[0]),
-        )
+    whole, completion, prompt = sizes
+    if whole > 1 and whole < prompt + completion:
+        given.put("vllm_clip_completions", True, "vllm_max_model_len")
+        given.values["max_prompt_length"] = min(prompt, whole - 1)
 
 
 def _best_checkpoint(given: GivenKeys) -> None:

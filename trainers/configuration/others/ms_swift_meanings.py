@@ -55,7 +55,7 @@ OF_MODELS: Mapping[str, Mapping[str, str]] = {  # swift/template/templates/llm.p
 }
 FAKE_MARGIN = "infonce_fake_neg_margin"
 SWITCHES = ("infonce_use_batch", "infonce_mask_fake_negative", "infonce_include_qq", "infonce_include_dd")  # 1 is true
-SMOOTH = ("sapo", "vespo")  # losses whose weights fall smoothly instead of being clipped
+SMOOTH = ("sapo", "vespo", "real")  # losses whose weights fall smoothly instead of being clipped
 LIMITED = {"cosine": "max_len", "soft_overlong": "soft_max_length"}  # by max_completion_length, where nobody says
 
 

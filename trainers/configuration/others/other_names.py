@@ -355,7 +355,6 @@ REFUSED = {
     "use_gym_env": "write environment: name",
     "completion_length_limit_scope": "completions of several turns are of GRPO and GKD alone. Remove it",
     **dict.fromkeys(("stop_words", "stop_strings", "stop"), _STOPS),
-    "real_tau": "loss_type real is not built; see loss_type",
     "teacher_tag_key": "there is one teacher. Write teacher_model",
     **dict.fromkeys(("cpo_alpha", "simpo_gamma"), "it is of CPO. Write rlhf_type: cpo or simpo, or remove it"),
     **dict.fromkeys(("desirable_weight", "undesirable_weight"), "it is of KTO. Write rlhf_type: kto, or remove it"),

@@ -15,7 +15,7 @@ from typing import Any
 
 from rayhelper import ConfigError
 from trainers.configuration.megatron import MegatronConfig
-from trainers.configuration.others.engine_names import translate_engine
+from trainers.configuration.others.engine_names import decide_engine, translate_engine
 from trainers.configuration.others.ms_swift_keys import (
     engine_beside_training,
     room_for_prompts,
@@ -77,6 +77,7 @@ def translate(
     """
     _rlhf_type(given, config_type, rlhf_types)
     translate_ms_swift(given, defaults)
+    decide_engine(given, defaults)
     translate_trl(given, defaults)
     translate_engine(given)
     _precision(given)

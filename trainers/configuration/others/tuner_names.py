@@ -49,6 +49,7 @@ OF_MEGATRON: Mapping[str, tuple[str, ...]] = {  # layers of Megatron's: those of
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
+PARTS_OF_MEGATRON = {"word_embeddings": "embed_tokens", "output_layer": "lm_head"}  # and their names in a checkpoint
 OF_FOUR_BITS = ("bnb_4bit_quant_type", "use_bnb_nested_quant")
 BITS: dict[Any, str] = {4: "load_in_4bit", 8: "load_in_8bit"}
 
@@ -127,11 +128,8 @@ def _modules_to_save(given: GivenKeys, tuner: Any) -> None:
     value = given.get(name)
     names = value.split() if isinstance(value, str) else value
     if given.get("backend") == "megatron":
-        given.refuse(
-            name,
-            f"{name}: with backend: megatron an adapter trains no other weights. Remove it, or write backend: fsdp",
-        )
-    elif tuner != "full" and (whole := [one for one in names if one.startswith("all-")]):
+        names = [PARTS_OF_MEGATRON.get(one, one) for one in names]
+    if tuner != "full" and (whole := [one for one in names if one.startswith("all-")]):
         given.refuse(name, f"{name}: {whole[0]} is a word of ms-swift's. Write the names of modules")
     elif tuner != "full":
         given.put_inner("lora_kwargs" if tuner == "lora" else "tuner_kwargs", name, names, name)
@@ -151,15 +149,12 @@ def _quantization(given: GivenKeys, *, is_ms_swift: bool) -> None:
             "Write quant_method: bnb, quant_bits: 4 or 8, and remove what is of another method",
         )
     elif method is None and bits is not None:
-        given.refuse(
-            "quant_bits",
-            f"quant_bits is {bits}, but without quant_method ms-swift quantizes nothing. Write quant_method: bnb, or "
-            "remove quant_bits",
-        )
+        given.notes["quant_bits"] = "without quant_method nothing is quantized, in ms-swift neither"
     elif method is not None and bits not in BITS:
         given.refuse("quant_method", f"quant_method bnb needs quant_bits: 4 or 8, got {bits}")
     elif method is not None:
         given.put(BITS[bits], True, "quant_bits")
+    _engine_beside_quantized(given, is_ms_swift=is_ms_swift)
     if given.get("load_in_4bit") is not True:
         for name in [name for name in OF_FOUR_BITS if is_ms_swift and name in given.values]:
             given.take(name)
@@ -173,4 +168,16 @@ def _quantization(given: GivenKeys, *, is_ms_swift: bool) -> None:
             "bnb_4bit_compute_dtype",
             f"bnb_4bit_compute_dtype is {computed}, but products are computed in dtype, which is {dtype}. Write the "
             "same for both",
+        )
+
+
+def _engine_beside_quantized(given: GivenKeys, *, is_ms_swift: bool) -> None:
+    """ms-swift's engine has an adapter beside weights that are not quantized. Here it gets the policy's weights."""
+    name = "vllm_enable_lora"
+    quantizes = any(given.get(bits) is True for bits in BITS.values())
+    if is_ms_swift and quantizes and name in given.known and given.get(name) is True:
+        given.take(name)
+        given.notes[name] = (
+            "weights are quantized, and the engine gets the values they are computed with, the adapter merged; the "
+            "engine of ms-swift has the adapter beside weights that are not quantized"
         )

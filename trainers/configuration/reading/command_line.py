@@ -56,7 +56,9 @@ Options = list[tuple[list[str], list[str]]]
 OPTION = re.compile(r"--([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
 logger = logging.getLogger(__name__)
 # The configuration that was read last, with its keys that others said, and which. The header of its run shows them.
-read_from: ContextVar[tuple[Any, Mapping[str, str]]] = ContextVar("read_from", default=(None, MappingProxyType({})))
+read_from: ContextVar[tuple[Any, Mapping[str, str], Mapping[str, str]]] = ContextVar(
+    "read_from", default=(None, MappingProxyType({}), MappingProxyType({}))
+)
 
 
 def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | None = None) -> ConfigT:
@@ -85,7 +87,7 @@ def read_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | Non
         print(as_yaml(masked(shown)), end="")
         sys.exit(0)
     config = config_type(**unmasked(differing(defaults, ours) | values))
-    read_from.set((config, {key: given.origins[key] for key in given.origins if key in values}))
+    read_from.set((config, {key: given.origins[key] for key in given.origins if key in values}, given.chosen))
     if given.notes:
         told = {
             reason: [name for name in given.notes if given.notes[name] == reason] for reason in given.notes.values()

@@ -17,6 +17,12 @@ from trainers.rollout.hf.attention import has_kernels
 KNOWN = (DynamicLayer, DynamicSlidingWindowLayer)  # what transformers keeps for attention; recurrent layers have others
 
 
+def foreign_layers(config: Any) -> list[str]:
+    """What a model's cache has beside keys and values, by the names of its layers; slots do not know it."""
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    return sorted(kind.__name__ for kind in kinds if kind not in KNOWN) if kinds else ["no known kind"]
+
+
 class View:
     """What the forward pass that is next reads and writes; all layers share it."""
 
@@ -98,10 +104,9 @@ class SlotCache(Cache):
 
     def __init__(self, config: Any) -> None:
         self.view = View()
+        if foreign := foreign_layers(config):
+            raise ValueError(f"its cache has layers of {', '.join(foreign)}")
         theirs = DynamicCache(config=config).layers
-        foreign = sorted({type(layer).__name__ for layer in theirs if type(layer) not in KNOWN})
-        if foreign or not theirs:
-            raise ValueError(f"its cache has layers of {', '.join(foreign) or 'no known kind'}")
         self.num_slots = self.length = 0
         self.all = [SlotLayer(self.view, is_sliding=isinstance(layer, DynamicSlidingWindowLayer)) for layer in theirs]
         super().__init__(layers=list(self.all))

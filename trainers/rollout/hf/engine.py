@@ -51,7 +51,8 @@ class HfEngine:
     memory, for keys and values. ``cuda_graphs``: decoding steps on GPUs are captured.
     ``whole_weights`` of a shared model gathers its weights where they lie in shards; then every worker generates.
     ``vision``: of a shared model that sees pictures. Such a model draws no token that stands for a part of a picture.
-    ``processing``: of a model of its own, arguments of its image processor in place of the processor's.
+    ``processing``: of a model of its own, arguments of its image processor in place of the processor's; ``videos``: of
+    its video processor.
     ``gets_part``: a model of its own that sees keeps what ``load_weights`` is not given, such as a frozen tower.
     """
 
@@ -72,6 +73,7 @@ class HfEngine:
         whole_weights: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
         vision: Vision | None = None,
         processing: Mapping[str, Any] | None = None,
+        videos: Mapping[str, Any] | None = None,
         gets_part: bool = False,
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -93,7 +95,7 @@ class HfEngine:
         pad = tokenizer.pad_token_id
         self.pad_token_id = int(pad if pad is not None else tokenizer.eos_token_id)
         if not self.shares_weights:
-            told: dict[str, Any] = {"trust_remote_code": trust_remote_code, "processing": processing}
+            told: dict[str, Any] = {"trust_remote_code": trust_remote_code, "processing": processing, "videos": videos}
             vision = Vision.of(self.module, str(model), **told)
         self.vision, self.gets_part = vision, gets_part and vision is not None
         self.batches = Batches(self.module, self.pad_token_id, vision)

@@ -121,6 +121,7 @@ NOT_ON_CPU = {
     "minimax_m2": "its experts are chosen only by a softmax there, and the model's are by a sigmoid",
     "qwen3_5_moe_text": "its gated delta layers take only bfloat16 there, and its experts only float32",
 }
+WHOLE = ("gemma3", "paligemma")  # a token of a picture attends to the whole picture
 DELTA_ON_CPU = ("qwen3_5_text",)  # gated delta layers, which vLLM runs on a CPU in bfloat16 alone
 DELTA_WIDTH = 128  # of their heads
 
@@ -131,7 +132,14 @@ def check_model_on_cpu(model: str | Path, *, dtype: str = "float32", trust_remot
 
     config: Any = None
     if Path(model).is_dir():
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
+        whole = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        config = whole.get_text_config()
+        is_seen_whole = getattr(config, "use_bidirectional_attention", None) == "vision"  # Gemma 4
+        if whole.model_type in WHOLE or is_seen_whole:
+            raise ConfigError(
+                f"vllm cannot run {whole.model_type} on a CPU: a token of a picture attends to the whole picture, and "
+                "there vLLM lets it attend only to the tokens before it. Take rollout_engine: hf, or a GPU."
+            )
     kind = getattr(config, "model_type", "")
     if kind in NOT_ON_CPU:
         raise ConfigError(
@@ -172,9 +180,14 @@ def check_sampling_kwargs(sampling: Sampling) -> None:
 
 
 def check_fits(prompts: Prompts, sampling: Sampling, length: int) -> None:
-    """Raises ConfigError if ``length`` tokens have no room for a prompt and its completion."""
+    """Raises ConfigError if ``length`` tokens have no room for a prompt and its completion, or one token of it."""
     longest = int(prompts.prompt_ids.lengths.max(initial=0))
-    if longest + sampling.max_completion_length > length:
+    if sampling.clips and longest >= length:
+        raise ConfigError(
+            f"the longest prompt has {longest} tokens, and vLLM's max_model_len is {length}, so that no token has room "
+            "behind it. Set max_prompt_length, or raise vllm_max_model_len."
+        )
+    if not sampling.clips and longest + sampling.max_completion_length > length:
         raise ConfigError(
             f"the longest prompt has {longest} tokens, and with a completion of {sampling.max_completion_length} "
             f"(max_completion_length) that is more than vLLM's max_model_len, which is {length}. Set "

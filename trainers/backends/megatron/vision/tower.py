@@ -43,7 +43,8 @@ class Tower:
     """The tower of a model with this ``configuration``, without weights until ``build``.
 
     ``frozen``: parts of the model that do not learn: vit, aligner, llm. ``processing``: arguments of the image
-    processor in place of its own. ``rates``: learning rates of parts that have their own.
+    processor in place of its own; ``videos``: of the video processor. ``rates``: learning rates of parts that have
+    their own.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Tower:
         dtype: torch.dtype,
         trust_remote_code: bool = False,
         processing: Mapping[str, Any] | None = None,
+        videos: Mapping[str, Any] | None = None,
         frozen: Sequence[Part] = (),
         rates: Mapping[Part, float] | None = None,
     ) -> None:
@@ -61,7 +63,7 @@ class Tower:
 
         with torch.device("meta"):
             whole = AutoModelForImageTextToText.from_config(seeing_part(configuration), dtype=dtype)
-        options: dict[str, Any] = {"processing": processing, "frozen": frozen, "rates": rates}
+        options: dict[str, Any] = {"processing": processing, "videos": videos, "frozen": frozen, "rates": rates}
         self.vision = Vision(whole, model, trust_remote_code=trust_remote_code, **options)
         part = backbone(whole)
         self.part = part if hasattr(part, "get_image_features") else whole  # a thinker's backbone is blind

@@ -33,8 +33,8 @@ def pictures_as_there(given: GivenKeys) -> None:
     """Puts our keys in ``given`` for a model that sees pictures; others, and those not there yet, are left alone."""
     if KEY not in given.known:
         return
-    config = _configuration(given)
-    if config is None:
+    config = configuration_of(given)
+    if config is None or not is_vision(config):
         return
     _keep_frozen_parts(given)
     if config.model_type not in FAMILY:
@@ -94,14 +94,13 @@ def _said(given: GivenKeys) -> dict[str, Any]:
     return {name: value for name, value in found.items() if type(value) in ((int, float) if name == "fps" else (int,))}
 
 
-def _configuration(given: GivenKeys) -> Any:
-    """That of the model; None: it sees nothing, or is not there yet."""
+def configuration_of(given: GivenKeys) -> Any:
+    """The configuration of the model; None: it is not there yet."""
     from transformers import AutoConfig
 
     if not isinstance(given.values.get("model"), str):
         return None
     try:
-        config = AutoConfig.from_pretrained(given.values["model"])
+        return AutoConfig.from_pretrained(given.values["model"])
     except (OSError, ValueError):  # who loads the model says what is wrong with it
         return None
-    return config if is_vision(config) else None

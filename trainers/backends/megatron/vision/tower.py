@@ -24,7 +24,7 @@ from rayhelper import ConfigError
 from trainers.backends.fsdp.documents import backbone, picture_positions
 from trainers.backends.fsdp.hf_model import zero_dropout
 from trainers.backends.fsdp.optimizer import decayed_names
-from trainers.backends.fsdp.vision.parts import Part
+from trainers.backends.fsdp.vision.parts import Part, linear_layers
 from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.backends.megatron.architectures import num_later, too_few_layers
 from trainers.backends.megatron.attention import Added, looked_up
@@ -115,6 +115,15 @@ class Tower:
             for name, weight in module.named_parameters():
                 weight.decays, weight.rate = name in decayed, self.vision.rates.get(f"{beginning}{part}.{name}")
                 weight.sequence_parallel = stage.config.sequence_parallel  # each worker has those of its own tokens
+
+    def adaptable(self, targets: str | Sequence[str]) -> list[str]:
+        """Names of the linear layers of the parts that are not frozen, which an adapter of these ``targets`` is on."""
+        parts: list[Part] = [part for part in ("vit", "aligner") if part not in self.vision.frozen]
+        beginning = "" if self.part is not self.vision.module else "model."
+        names = [f"{beginning}{name}" for name in linear_layers(self.vision.module, parts)]
+        if targets in ("all-linear", ["all-linear"]):
+            return names
+        return [name for name in names if any(f".{name}".endswith(f".{target}") for target in targets)]
 
     @property
     def has_axes(self) -> bool:

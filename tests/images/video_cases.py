@@ -47,6 +47,7 @@ from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.sharding import full
 from trainers.batch import Sequences
 from trainers.classification.trainer import ClassificationTrainer
+from trainers.configuration.vision import vision_settings
 from trainers.cpo.trainer import CPOTrainer
 from trainers.data.images.processor import ImageReader, load_processor
 from trainers.data.rows import pack, tokenize_sft
@@ -448,9 +449,10 @@ def of_rows(folder: Path) -> Iterator[tuple[str, Any]]:
     keys["video_processor_kwargs"] = {"most_frames": 1}
     yield "argument", wrong(model, folder, {"messages": turns("<video>What?", "one"), "videos": [paths]}, **keys)
     keys["video_processor_kwargs"] = {"size": {"shortest_edge": 64, "longest_edge": 8 * 8 * 4}}
-    small = SFTTrainer(
-        sft_config(model, folder, dataset=[{"messages": turns("<video>?", "one"), "videos": [paths]}], **keys)
-    ).sequences
+    config = sft_config(model, folder, dataset=[{"messages": turns("<video>?", "one"), "videos": [paths]}], **keys)
+    small = SFTTrainer(config).sequences
+    worker = FsdpBackend(model, vision=vision_settings(config, trains=False))
+    assert worker.token_logps(small, micro_batch_size=1).values.all()  # for as many tokens as the driver has made
     yield "small", [int((one == tokenizer.convert_tokens_to_ids("<|video_pad|>")).sum()) for one in small.input_ids]
     stacks = save_vision(folder / "stacks", "llava_onevision")
     batch = sequences_of(stacks, [ROWS[0] | {"videos": [frames(0, count)]} for count in (4, 6)])

@@ -462,7 +462,6 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (PPOConfig, "stop: [x]", "write stop_token_ids, a list of ids of the tokenizer"),
     (GRPOConfig, "multi_turn_scheduler: math_tip_trick\nenvironment: lake", "without environment beside it"),
     (GKDConfig, "multi_turn_scheduler: thinking_tips_scheduler", "it makes a sample of each turn"),
-    (GRPOConfig, "multi_turn_scheduler: openenv_scheduler", "it plays on OpenEnv's servers"),
     (PPOConfig, "multi_turn_scheduler: math_tip_trick", "GRPO and GKD have it"),
     (GRPOConfig, "use_gym_env: true", "write environment: name"),
     (

@@ -34,6 +34,7 @@ ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout
 
 def check_optimizer(config: TrainConfig) -> None:
     """Raises ConfigError for ``optim_kwargs`` that the optimizer does not take: one makes a step on a few weights."""
+    _check_matrices(config)
     if config.backend != "fsdp" or not config.optim_kwargs:
         return
     import torch
@@ -55,6 +56,23 @@ def check_optimizer(config: TrainConfig) -> None:
         ).step()
     except Exception as error:  # of any kind, by what is given
         raise ConfigError(f"optim_kwargs={config.optim_kwargs} do not fit optim={config.optim}: {error}") from None
+
+
+def _check_matrices(config: TrainConfig) -> None:
+    """Raises ConfigError for a model with other weights than matrices and vectors, where all are Muon's."""
+    if config.optim != "muon" or config.has_adapter or config_file(config.model) is None:
+        return
+    from trainers.backends.fsdp.optimizer import muon_groups
+    from trainers.backends.fsdp.tuners.adapters import without_weights
+    from trainers.backends.fsdp.vision.parts import freeze
+
+    try:
+        module = without_weights(config.model, trust_remote_code=config.trust_remote_code)
+    except ValueError:
+        return
+    if is_vision(module.config):
+        freeze(module, vision_settings(config)["frozen"])
+    muon_groups(module, 0.0, {})
 
 
 def check_model_folder(config: TrainConfig) -> None:

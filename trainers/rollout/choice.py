@@ -13,7 +13,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 from rayhelper import ConfigError, DeviceGroups
@@ -93,9 +92,8 @@ def _vllm_mistake(keys: Mapping[str, Any], group: DeviceGroup | None) -> str | N
     if find_spec("vllm") is None:
         return "vLLM is not installed"
     from trainers.backends.device import default_device
-    from trainers.data.images.processor import is_vision
     from trainers.rollout.vllm.settings import check_model_on_cpu
-    from trainers.rollout.vllm.vision.features import check_torchvision
+    from trainers.rollout.vllm.vision.features import check_sees
 
     model, trusts = str(keys.get("model")), keys.get("trust_remote_code") is True
     on_cpu = default_device().type == "cpu" if group is None else group.device == "CPU"
@@ -103,11 +101,7 @@ def _vllm_mistake(keys: Mapping[str, Any], group: DeviceGroup | None) -> str | N
     try:
         if on_cpu:
             check_model_on_cpu(model, dtype=dtype, trust_remote_code=trusts)
-        if Path(model).is_dir():
-            from transformers import AutoConfig
-
-            if is_vision(AutoConfig.from_pretrained(model, trust_remote_code=trusts)):
-                check_torchvision()
+        check_sees(model, "rollout_engine", trust_remote_code=trusts)
     except ConfigError as error:
         return str(error).partition(". ")[0]
     except (OSError, ValueError):

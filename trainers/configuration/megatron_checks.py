@@ -123,8 +123,8 @@ def shape_of(model: str) -> ModelShape | None:
     folder = Path(model).expanduser()
     if folder.is_dir() and any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("model*.safetensors")):
         raise ConfigError(
-            f"backend: megatron reads safetensors, and the model {model} has pytorch_model*.bin alone. Load and save "
-            "it once with transformers, or write backend: fsdp."
+            f"backend: megatron reads safetensors, and the model {model} has only pytorch_model*.bin. Load and save it "
+            "once with transformers, or write backend: fsdp."
         )
     return ModelShape.of(file, "model")
 

@@ -271,8 +271,8 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     chooses the fastest number that fits. The numbers are the same except for rounding. A file without both keys uses
     auto, unless its numbers depend on the micro-batch."""
     padding_free: bool = False
-    """Pass the sequences of a micro-batch through the model as one row of documents, without padding; backend: megatron
-    always does."""
+    """Pass the sequences of a micro-batch through the model as one row of documents, without padding. backend: megatron
+    always does this."""
     gradient_checkpointing: bool | Literal["auto"] = False
     """Compute activations twice instead of keeping them: less memory, more time. auto (backend: fsdp; the default of a
     file): only if ``rayhelper plan`` finds too little memory for them."""

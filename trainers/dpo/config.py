@@ -39,8 +39,9 @@ class DPOConfig(ReferenceConfig):
 
     # Loss
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
-    """One or several of sigmoid, cdpo, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired,
-    apo_zero, apo_down, discopop, sft, sigmoid_norm. Formulas and papers are in losses/preference.py."""
+    """One type, or several. For pairs: sigmoid, sigmoid_norm, cdpo, hinge, ipo, exo_pair, robust, discopop. For each
+    completion: nca_pair, bco_pair, sppo_hard, apo_zero, apo_down. For sorted pairs of a step: aot, aot_unpaired. For
+    the chosen completion: sft. Formulas and papers are in losses/preference.py."""
     loss_weights: list[float] | None = None
     """One weight per loss type. null: 1 for each."""
     rpo_alpha: float | None = None

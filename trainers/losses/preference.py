@@ -108,8 +108,8 @@ def check_preference_options(
         )
     if label_smoothing and not SMOOTHED_LOSSES & set(types):
         raise ValueError(
-            f"label_smoothing={label_smoothing} is used by {_names(SMOOTHED_LOSSES)} and not by {_names(types)}: "
-            "'cdpo' is the smoothed sigmoid loss, 'robust' the unbiased one, or set label_smoothing to 0"
+            f"label_smoothing={label_smoothing} is used by {_names(SMOOTHED_LOSSES)} and not by {_names(types)}. "
+            "'cdpo' is the smoothed sigmoid loss, and 'robust' the unbiased loss. Or set label_smoothing to 0"
         )
     if "exo_pair" in types and not label_smoothing:
         raise ValueError("exo_pair takes the logarithm of label_smoothing, which is 0: the paper recommends 1e-3")
@@ -190,8 +190,8 @@ def preference_loss(
     num_here = len(chosen.mask_BT)
     if SORTING_LOSSES & set(types) and num_here not in (0, num_pairs):
         raise ValueError(
-            f"{_names(SORTING_LOSSES & set(types))} sort all pairs of an optimizer step, and this micro-batch holds "
-            f"{num_here} of {num_pairs:g}: use one worker and one micro-batch per step, or another loss type"
+            f"{_names(SORTING_LOSSES & set(types))} sort all pairs of an optimizer step, but this micro-batch holds "
+            f"only {num_here} of {num_pairs:g}. Use one worker and one micro-batch per step, or another loss type"
         )
     shared_lengths_B = torch.minimum(chosen.mask_BT.bool().sum(1), rejected.mask_BT.bool().sum(1))
     chosen_totals = completion_totals(chosen, shared_lengths_B, ld_alpha, "chosen")

@@ -132,8 +132,8 @@ def check_same_pixels(
     own, theirs = (load_processor(name, **told) for name in (policy, model))
     if own.image_processor.to_dict() != theirs.image_processor.to_dict():
         raise ConfigError(
-            f"{key}: the processor of {model!r} makes other tokens of pictures than the processor of {policy!r}, whose "
-            "token ids it would be given. Take a model with the same processor."
+            f"{key}: the processor of {model!r} gives pictures other tokens than the processor of {policy!r}. But it "
+            "would get the token ids of the policy. Take a model with the same processor."
         )
 
 

@@ -247,8 +247,8 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp", *, scores
     if backend == "fsdp" and seeing_part(configuration) is not configuration:
         remedy = "Take another model." if scores else "Write backend: megatron, which trains it in SFT, DPO and KTO."
         raise ConfigError(
-            f"model: {model!r} ({configuration.model_type}) also hears and speaks, and backend: fsdp has no class that "
-            f"trains the part that sees and reads. {remedy}"
+            f"model: {model!r} ({configuration.model_type}) is also an audio model. backend: fsdp has no class that "
+            f"trains only its text and vision part. {remedy}"
         )
     if backend == "fsdp" and is_vision(configuration):
         return
@@ -301,8 +301,8 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
             )
         if config.freeze_llm and config.pipeline_model_parallel_size > 1:
             raise ConfigError(
-                "freeze_llm is true, but with backend: megatron the first pipeline stage alone has something else that "
-                "learns. Write pipeline_model_parallel_size: 1, or backend: fsdp."
+                "freeze_llm is true, but with backend: megatron only the first pipeline stage has other trained "
+                "weights. Write pipeline_model_parallel_size: 1, or backend: fsdp."
             )
     if config.sequence_parallel_size > 1:
         raise ConfigError(
@@ -322,8 +322,8 @@ def check_engine_sees(config: Any, found: Any) -> None:
     drops = getattr(config, "sleep_level", 0) == 2 or config.vllm_engine_kwargs.get("load_format") == "dummy"
     if config.backend == "megatron" and not is_whole and drops:
         raise ConfigError(
-            "backend: megatron sends engines no frozen parts of a vision model, so that the engine must keep those "
-            "that it has read. Set sleep_level: 1, and no load_format: dummy."
+            "backend: megatron does not send the frozen parts of a vision model to the engine. So the engine must "
+            "keep the parts that it has read. Set sleep_level: 1, and no load_format: dummy."
         )
 
 

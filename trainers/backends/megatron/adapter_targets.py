@@ -81,7 +81,7 @@ def chosen_targets(config: Any, settings: Mapping[str, Any], *, num_stages: int 
     ]
     if bare := [k for k, names in enumerate(layers) if num_stages > 1 and not names & chosen]:
         raise ConfigError(
-            f"lora: target_modules {list(wanted)} leave layers {bare[:3]} without an adapter, but with "
+            f"lora: target_modules {list(wanted)} leave layers {bare[:3]} without an adapter. With "
             "pipeline_model_parallel_size every layer must have one: add a layer of the attention"
         )
     return chosen

@@ -316,7 +316,7 @@ def _checkpoints(given: GivenKeys) -> None:
         given.values.pop("early_stop_interval", None)
     if given.foreign("save_safetensors") and given.get("save_safetensors") is False:
         given.take("save_safetensors")
-        given.notes["save_safetensors"] = "a checkpoint holds what a run goes on from, the folder final the model"
+        given.notes["save_safetensors"] = "a checkpoint has all that a run continues from, the folder final the model"
     if given.foreign("eval_iters") and given.get("eval_iters") == 0:
         given.take("eval_iters")
         for name in ("eval_dataset", "split_dataset_ratio", "eval_steps"):

@@ -137,8 +137,8 @@ def _fields(given: GivenKeys, tuner: Any, *, is_ms_swift: bool) -> None:
             given.notes[name] = f"tuner_type is {tuner}, which does not read it"
     if tuner == "vera" and given.get("lora_target_modules", ["all-linear"]) in ("all-linear", ["all-linear"]):
         given.notes["tuner_type"] = (
-            "vera changes all linear layers, as in peft; in ms-swift those alone that are as large as v_proj. "
-            "lora_target_modules names some"
+            "vera changes all linear layers, as in peft. In ms-swift it changes only layers as large as v_proj. "
+            "lora_target_modules chooses layers"
         )
 
 
@@ -166,8 +166,8 @@ def _quantization(given: GivenKeys, *, is_ms_swift: bool) -> None:
     if method not in ("bnb", None):
         given.refuse(
             "quant_method",
-            f"{', '.join(said)}: quant_method {method} is not supported, as only bitsandbytes quantizes weights. "
-            "Write quant_method: bnb, quant_bits: 4 or 8, and remove what is of another method",
+            f"{', '.join(said)}: quant_method {method} is not supported, because only bitsandbytes quantizes weights. "
+            "Write quant_method: bnb, quant_bits: 4 or 8, and remove the keys of other methods",
         )
     elif method is None and bits is not None:
         given.notes["quant_bits"] = "without quant_method nothing is quantized, in ms-swift neither"

@@ -212,16 +212,16 @@ def check_tied(module: Any, settings: Mapping[str, Any]) -> None:
     for asked in () if isinstance(targets, str) else targets or ():
         if _is_named(asked, names):
             raise ConfigError(
-                f"lora_target_modules has {asked}, but the model ties {' and '.join(names)}: an adapter of one of them "
-                "cannot be merged into a weight that both have. Remove it."
+                f"lora_target_modules has {asked}, but the model ties {' and '.join(names)}. An adapter of one of them "
+                "cannot be merged into the weight that both share. Remove it."
             )
     if settings.get("ensure_weight_tying"):
         return
     for asked in settings.get("modules_to_save") or ():
         if _is_named(asked, names):
             raise ConfigError(
-                f"lora_kwargs: modules_to_save has {asked}, but the model ties {' and '.join(names)}: peft would train "
-                "a copy that a merged model has no place for. Write lora_kwargs: {ensure_weight_tying: true} too, "
+                f"lora_kwargs: modules_to_save has {asked}, but the model ties {' and '.join(names)}. peft would train "
+                "a copy, which a merged model cannot hold. Also write lora_kwargs: {ensure_weight_tying: true}, "
                 "which trains the tied weight."
             )
 

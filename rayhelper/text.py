@@ -13,20 +13,19 @@ from typing import Any
 
 import yaml
 from yaml.composer import Composer
+from yaml.constructor import SafeConstructor
+from yaml.resolver import Resolver
 
 from rayhelper.errors import ConfigError
 
 DID_YOU_MEAN = " Did you mean {!r}?"  # as a sentence of its own
 
 
-class _Rules:
+class _Rules(SafeConstructor, Resolver):
     """YAML in which a key may be written once, 1e-6 is a number, and 0x10, 1_000, 010 and 1:30 are mistakes.
 
     YAML 1.1 reads the last four as 16, 1000, 8 and 90; YAML 1.2, JSON and a command line read them otherwise.
     """
-
-    construct_yaml_int: Any
-    construct_yaml_float: Any
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)  # type: ignore[misc]
@@ -67,7 +66,7 @@ _REAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$")
 for _loader in (Loader, _QuickLoader):
     for _kind in ("int", "float"):
-        _loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _loader.decimal)
+        _loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _loader.decimal)  # type: ignore[type-var]
     _loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
 

@@ -202,8 +202,8 @@ def _sections(config: Mapping[Any, Any], mistakes: Mistakes) -> dict[str, Mappin
             mistakes.note(f"the name of a group or role must be text, got {shown(name)}. Put it in quotes.")
         elif not isinstance(section, Mapping):
             mistakes.note(
-                f"{name!r} must be a mapping such as {{device: GPU, ranks: 4, workers: [role]}}, got {shown(section)} "
-                f"(known keys beside the groups: {', '.join(TOP_KEYS)})."
+                f"{name!r} must be a mapping such as {{device: GPU, ranks: 4, workers: [role]}}, got {shown(section)}. "
+                f"Known keys beside the groups: {', '.join(TOP_KEYS)}."
                 f"{nearest(name, TOP_KEYS, DID_YOU_MEAN) or ' Remove it, or write it as a group.'}"
             )
         else:

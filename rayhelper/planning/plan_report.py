@@ -80,7 +80,7 @@ def as_lines(made: Plan) -> Iterator[str]:
         yield from _group_lines(planned, made.gpu_bytes)
     yield ""
     if made.groups and all(planned.group.device == "CPU" for planned in made.groups):
-        yield "total: CPUs alone, no GPU is asked for"
+        yield "total: only CPUs, no GPU"
     else:
         yield f"total: {_count(made.num_nodes, 'node')} x {made.gpus_per_node} = {_total_text(made)}"
     if findings.assumed:

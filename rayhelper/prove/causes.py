@@ -186,8 +186,8 @@ def _changed_in_place(calls: Iterable[Seen]) -> Iterator[Cause]:
                     yield Cause(
                         "argument changed in place",
                         f"an argument that was changed in place: {seen.title} changes its argument "
-                        f"{note.changed[0]!r}. With Ray off and in process others see the change, on workers of "
-                        "their own they do not, and under torchrun some processes do. Change a copy, and return it",
+                        f"{note.changed[0]!r}. With Ray off and in process, others see the change. On separate "
+                        "workers they do not, and under torchrun only some processes do. Change a copy, and return it",
                     )
 
 
@@ -290,8 +290,8 @@ def _draws(case: Case) -> Iterator[Cause]:
     yield Cause(
         "seed",
         f"random numbers: the generator of {moved[0]} stands elsewhere in the two runs before the method draws from "
-        "it. Something drew from it, or seeded it, in one of the runs alone (an earlier call, a library, a seed made "
-        f"of the time). {_own_generator(moved[0])}",
+        "it. In only one of the runs, something drew from it or seeded it: an earlier call, a library, or a seed "
+        f"from the time. {_own_generator(moved[0])}",
     )
 
 
@@ -330,7 +330,7 @@ def _rank(case: Case) -> Iterator[Cause]:
 _OUTSIDE = {  # what is read: the kind, and what to do
     CLOCK: ("time", "the clock", "Pass the time as an argument"),
     UUID: ("uuid", "a uuid", "Pass it as an argument"),
-    FILE: ("file", "a file that is written or read", "Return what it holds, or read it on the driver"),
+    FILE: ("file", "a file that is written or read", "Return its value, or read it on the driver"),
     PROCESS: ("process", "the process (pid, host)", "Pass it as an argument"),
 }
 
@@ -445,8 +445,8 @@ def _own_state(case: Case) -> Iterator[Cause]:
             continue
         yield Cause(
             "state kept between calls",
-            f"{_ROWS}: state kept between calls, {name}, which each worker changes for its own rows. Add up what the "
-            "workers have in collect, or keep it on the driver",
+            f"{_ROWS}: state kept between calls, {name}, which each worker changes for its own rows. Add up the "
+            "workers' values in collect, or keep the state on the driver",
         )
 
 

@@ -52,17 +52,17 @@ class Future(Generic[R]):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a Future travels as an argument of its own, not inside a list or a dict, and not as a value. Pass it "
-            "alone, or its .result()."
+            "a Future must be a whole argument. It cannot be inside a list or a dict, and cannot be returned. Pass "
+            "only the Future, or its .result()."
         )
 
     def _asked(self) -> Pending:
         """What runs behind it. Raises RoleError in a forked child, which would take the parent's messages."""
         if os.getpid() != self._pid and not isinstance(self._pending, Finished):
             raise RoleError(
-                f"the Future of {self._pending.title} was asked in a process that was forked from the one that made it "
-                "(a DataLoader worker, a Process of multiprocessing). Only the process that made it reaches the "
-                "workers. Call .result() there, before the fork, and give the child the value."
+                f"the Future of {self._pending.title} was used in a forked process, such as a DataLoader worker or a "
+                "Process of multiprocessing. Only the process that made it can reach the workers. Call .result() "
+                "there, before the fork, and give the value to the child."
             )
         return self._pending
 

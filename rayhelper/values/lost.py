@@ -62,8 +62,8 @@ def check_value(value: Any, where: str) -> None:
 def _cut_graph(what: str, tensor: Any) -> str:
     """What is wrong with sending ``what``, and what to do."""
     return (
-        f"{what} is a tensor with a grad_fn ({tensor.grad_fn.name()}), whose gradient would be cut: the receiver gets "
-        "its numbers alone, and backward() there trains nothing of what computed it. Send tensor.detach() (or "
+        f"{what} is a tensor with a grad_fn ({tensor.grad_fn.name()}), whose gradient would be cut. The receiver gets "
+        "only its numbers, and backward() there does not reach the code that computed it. Send tensor.detach() (or "
         ".item()), and call backward() in the role that computed it."
     )
 

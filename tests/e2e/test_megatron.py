@@ -447,9 +447,9 @@ def test_a_reward_model_is_written_with_the_padding_it_was_trained_with(by_two: 
 # Checkpoints
 
 HARMS: dict[str, tuple[str, Callable[[Path], None], str]] = {  # a file, what becomes of it, and what is told
-    "a bit of a shard": ("megatron/__0_0.distcp", flip_a_bit, r"differs from what was written \(checksum\)"),
+    "a bit of a shard": ("megatron/__0_0.distcp", flip_a_bit, r"differs from the written file \(checksum\)"),
     "the end of another rank's": ("megatron/__1_0.distcp", cut, r"has \d+ bytes, and was written with \d+"),
-    "a bit of the index": ("megatron/.metadata", flip_a_bit, r"differs from what was written \(checksum\)"),
+    "a bit of the index": ("megatron/.metadata", flip_a_bit, r"differs from the written file \(checksum\)"),
     "a shard that is gone": ("megatron/__1_0.distcp", Path.unlink, "is not there"),
 }
 

@@ -23,7 +23,7 @@ SIZE_MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
     "EP as text": ({"expert_model_parallel_size": "2"}, "expert_model_parallel_size of role 'train'", "Write 1 or"),
     "EP beyond the data-parallel workers": (
         {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 8},
-        "= 16 of role 'train' does not divide the 8 workers of a pipeline stage (TP 2 x CP 1 x DP 4)",
+        "= 16 of role 'train' does not divide the 8 workers of a pipeline stage. (They are TP 2 x CP 1 x DP 4.)",
         "expert_model_parallel_size among 1, 2, 4.",
     ),
     "ETP that no worker has": (
@@ -99,7 +99,7 @@ SIZE_MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
             "decoder_last_pipeline_num_layers": 18,
         },
         "but 35 layers are not the model's num_hidden_layers 36",
-        "Write one of them alone",
+        "Write only one of them",
     ),
     "layers of a stage that do not make its pieces": (
         {
@@ -118,8 +118,8 @@ SIZE_MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
             "decoder_first_pipeline_num_layers": 6,
             "decoder_last_pipeline_num_layers": 4,
         },
-        "leave 26 of the model's num_hidden_layers 36 to the other 2 of pipeline_model_parallel_size 4 stages, which "
-        "have equally many in virtual_pipeline_model_parallel_size 2 pieces each",
+        "leave 26 of the model's num_hidden_layers 36 to the other 2 of pipeline_model_parallel_size 4 stages. "
+        "These stages have equally many layers in virtual_pipeline_model_parallel_size 2 pieces each",
         "Leave a multiple of 4.",
     ),
     "heads that leave a rest": (

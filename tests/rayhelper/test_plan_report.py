@@ -301,7 +301,7 @@ def test_a_plan_of_cpus_alone_counts_no_gpus(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text("work: {device: CPU, ranks: 2, workers: [train]}\n")
     lines = list(as_lines(make_plan(str(file), None, None, None, 80.0)))
-    assert "total: CPUs alone, no GPU is asked for" in lines
+    assert "total: only CPUs, no GPU" in lines
     assert not any("idle" in line for line in lines)
 
 
@@ -483,7 +483,7 @@ def test_the_memory_of_a_gpu_is_that_of_all_groups_on_it(tmp_path: Path) -> None
     assert "GiB a GPU with rollout while idle roles sleep or are offloaded" in asleep
     (said,) = mistakes(tmp_path, BESIDE | {"vllm_gpu_memory_utilization": 0.7}, gpu_memory_gib=50)  # 35 + 15.3
     assert "group 'train', with 'rollout' on its devices, needs about" in said
-    assert "or let roles make room for each other" in said
+    assert "or offload idle roles" in said
 
 
 def test_what_is_counted_must_fit_and_what_is_estimated_is_warned_of(tmp_path: Path) -> None:

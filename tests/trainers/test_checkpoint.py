@@ -280,7 +280,7 @@ def cut(file: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
-    "a flipped bit": (flip_a_bit, "part/model.bin", "part/model.bin differs from what was written"),
+    "a flipped bit": (flip_a_bit, "part/model.bin", "part/model.bin differs from the written file"),
     "a file cut off": (cut, "part/model.bin", "part/model.bin has 6 bytes, and was written with 7"),
     "a file taken away": (Path.unlink, "part/model.bin", "part/model.bin is not there"),
     "a state cut off": (cut, "trainer_state.json", "trainer_state.json cannot be read"),

@@ -328,7 +328,7 @@ def test_pretraining_is_sft_on_one_stream_of_tokens() -> None:
         (
             {"rollout_engine": "vllm", "temperature": 0.5, "generation_kwargs": {"presence_penalty": 1.5}},
             1,
-            ["generation_kwargs: presence_penalty is 1.5", "at temperature 0.5 that is 1"],
+            ["generation_kwargs: presence_penalty is 1.5", "At temperature 0.5 the limit is 1"],
         ),
         (
             {
@@ -338,7 +338,7 @@ def test_pretraining_is_sft_on_one_stream_of_tokens() -> None:
                 "generation_kwargs": {"presence_penalty": 1.5},
             },
             1,
-            ["generation_kwargs: presence_penalty is 1.5", "at temperature 0.25 that is 0.5"],
+            ["generation_kwargs: presence_penalty is 1.5", "At temperature 0.25 the limit is 0.5"],
         ),
         ({"generation_kwargs": {"stop_token_ids": [5]}}, 1, ["write the key stop_token_ids beside generation_kwargs"]),
         ({"generation_kwargs": {"stop_strings": ["x"]}}, 1, ["write its id as the key stop_token_ids"]),

@@ -271,7 +271,7 @@ def test_real_has_the_loss_and_the_gradient_of_ms_swift_however_a_step_is_cut() 
         loss_mask=ragged(mask_BT),
         old_logps=ragged(old_BT),
     )
-    found, loss = with_slopes(config(loss_type="real", real_tau=tau), samples, ragged(logps_BT))
+    found, loss = with_slopes(config(loss_type="real", real_tau=tau), samples, lambda _: ragged(logps_BT))
     assert loss == pytest.approx(float(expected.detach()) / 3, rel=1e-6)
     own_BT = logps_BT.detach().clone().requires_grad_()
     assert isinstance(found.advantages, np.ndarray)

@@ -211,5 +211,5 @@ def test_a_teacher_in_a_process_of_its_own_makes_room_for_the_student(model: str
     gkd.check_placement(config, placement(gkd.GKDTrainer, config))
     groups["teacher"] = {"gpus": 1}
     config = gkd_config(model, tmp_path, device_groups=groups, **keys)
-    with pytest.raises(ConfigError, match="offload_teacher_model makes room"):
+    with pytest.raises(ConfigError, match="offload_teacher_model frees memory"):
         gkd.check_placement(config, placement(gkd.GKDTrainer, config))

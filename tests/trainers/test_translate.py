@@ -275,7 +275,7 @@ def test_the_environment_sets_what_a_script_leaves_open(
         (
             "data.truncation='error'",
             "data.image_key=images actor_rollout_ref.actor.strategy=megatron",
-            "backend: megatron learns only from texts",
+            "takes pictures only with the strategy fsdp",
         ),
         ("ppo_mini_batch_size=16", "ppo_mini_batch_size=24", "24 does not divide data.train_batch_size, 64"),
     ],

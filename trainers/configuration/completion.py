@@ -60,8 +60,8 @@ class CompletionConfig(TrainConfig):
     """Largest number of tokens of a prompt with its completion. null: the sum of both limits if both are set, else the
     model's limit."""
     vllm_clip_completions: bool = False
-    """A completion ends where ``vllm_max_model_len`` has no more room behind its prompt, as vLLM itself ends it. false:
-    a prompt and ``max_completion_length`` must have room together."""
+    """A completion ends when prompt and completion reach ``vllm_max_model_len``, as in vLLM itself. false: a prompt and
+    ``max_completion_length`` must fit together."""
     vllm_max_num_seqs: int | None = None
     """Prompts that are completed at the same time. null: vLLM's own choice."""
     vllm_enforce_eager: bool = False

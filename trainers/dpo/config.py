@@ -39,8 +39,9 @@ class DPOConfig(ReferenceConfig):
 
     # Loss
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
-    """One or several of sigmoid, cdpo, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired,
-    apo_zero, apo_down, discopop, sft, sigmoid_norm. Formulas and papers are in losses/preference.py."""
+    """One type, or several. For pairs: sigmoid, sigmoid_norm, cdpo, hinge, ipo, exo_pair, robust, discopop. For each
+    completion: nca_pair, bco_pair, sppo_hard, apo_zero, apo_down. For sorted pairs of a step: aot, aot_unpaired. For
+    the chosen completion: sft. Formulas and papers are in losses/preference.py."""
     loss_weights: list[float] | None = None
     """One weight per loss type. null: 1 for each."""
     rpo_alpha: float | None = None
@@ -59,6 +60,9 @@ class DPOConfig(ReferenceConfig):
     """Weigh each pair by how likely the policy is to write it (WPO, arXiv 2406.11827)."""
     discopop_tau: float = 0.05
     """Temperature of the mixture in loss type discopop."""
+    bco_shift: bool = False
+    """In bco_pair, subtract from rewards their mean over all steps so far, with the present one (BCO, arXiv
+    2404.04656)."""
 
     # Reference
     reference_free: bool = False
@@ -98,9 +102,12 @@ def check_dpo(config: DPOConfig) -> None:
     for name, user, is_used in (
         ("f_alpha_divergence_coef", "f_divergence_type: alpha_divergence", "alpha" in config.f_divergence_type),
         ("discopop_tau", "loss_type: discopop", "discopop" in types),
+        ("bco_shift", "loss_type: bco_pair", "bco_pair" in types),
     ):
         if getattr(config, name) != defaults[name] and not is_used:
             raise ConfigError(f"{name} is {getattr(config, name)}, which only {user} uses; set that, or remove it")
+    if config.bco_shift and config.ld_alpha is not None:
+        raise ConfigError("bco_shift is a mean over whole completions, and ld_alpha weighs their tokens. Remove one.")
     _check_loss(config, types, weights)
 
 

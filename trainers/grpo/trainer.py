@@ -345,16 +345,11 @@ class GRPOTrainer:
 
     def learn(self, chunk: Samples, generation: Samples) -> Metrics:
         """One optimizer step on a chunk of a generation."""
-        loss = 0.0
-        if self.config.loss_name == "real":
-            chunk, loss = with_slopes(self.config, chunk, self.policy.logps(chunk))
+        chunk, loss = with_slopes(self.config, chunk, self.policy.logps)
         chunk, numbers = step_numbers(self.config, chunk, generation, self.entropy_coef.applied)
         metrics = self.policy.step(chunk, numbers, entropy_gradient=numbers.entropy_coef > 0)
-        if self.config.loss_name == "real":
-            metrics.sum("loss", loss)  # workers give its gradient
+        metrics.sum("loss", loss)
         self.entropy_coef = self.entropy_coef.after(metrics)
-        if self.entropy_coef.is_on:
-            metrics.same("entropy_coef", self.entropy_coef.coefficient)
         return metrics
 
     def evaluate(self) -> dict[str, float]:

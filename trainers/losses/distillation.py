@@ -137,8 +137,8 @@ def topk_jsd(
     _check_topk(student_logits, teacher_ids_NK, teacher_logps_NK, vocabulary.size_of(student_logits))
     if add_tail and temperature != teacher_temperature:
         raise ValueError(
-            f"the tail of a teacher at temperature {teacher_temperature} is not known at temperature {temperature}: "
-            "set add_tail=False, or use the teacher's temperature. Or let the teacher compute at the wanted "
+            f"the tail of a teacher at temperature {teacher_temperature} is not known at temperature {temperature}. "
+            "Set add_tail=False, or use the teacher's temperature. Or let the teacher compute at the wanted "
             "temperature, and pass it as teacher_temperature."
         )
     absent_NK = teacher_logps_NK == -torch.inf
@@ -264,8 +264,8 @@ def _check_options(beta: float, **temperatures: float) -> None:
 def _check_same_tokens(name: str, found: torch.Size, wanted: torch.Size) -> None:
     if found != wanted:
         raise ValueError(
-            f"{name} must hold one row for each of the student's tokens {tuple(wanted)}, got {tuple(found)}: pick the "
-            "places that predict the same tokens on both sides."
+            f"{name} must hold one row for each of the student's tokens {tuple(wanted)}, got {tuple(found)}. Choose "
+            "the positions that predict the same tokens on both sides."
         )
 
 

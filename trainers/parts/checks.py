@@ -94,8 +94,8 @@ def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> 
     idle = [name for name in ("sleep_level", "offload_model", "offload_optimizer") if getattr(config, name)]
     if idle and not shares_devices:
         logger.warning(
-            "without effect: %s. Room is made where one device trains and generates by turns, but role rollout has a "
-            "device group of its own",
+            "without effect: %s. These keys free memory if one device trains and generates in turn. But role rollout "
+            "has its own device group",
             ", ".join(idle),
         )
     if config.rollout_engine == "vllm" and shares_devices:
@@ -175,10 +175,10 @@ def check_prompts_fit(
             for place, prompt_ids in zip(places, found, strict=True):
                 if len(prompt_ids) > room:
                     raise ConfigError(
-                        f"{key}: the prompt of row {place} (from 0, of {len(rows)}) has {len(prompt_ids)} tokens, and "
-                        f"with a completion of {least} (max_completion_length) that is more "
-                        f"than {told}. Set max_prompt_length to at most {room}, which cuts the beginning of "
-                        "longer prompts. Or change one of the lengths, or remove the row."
+                        f"{key}: the prompt of row {place} (from 0, of {len(rows)}) has {len(prompt_ids)} tokens. With "
+                        f"a completion of {least} tokens (max_completion_length), this is more than {told}. Set "
+                        f"max_prompt_length to at most {room}, which cuts the beginning of longer prompts. Or change "
+                        "one of the lengths, or remove the row."
                     )
 
 

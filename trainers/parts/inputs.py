@@ -104,8 +104,6 @@ def videos_mistake(config: Any, model: str, beside: Mapping[str, str]) -> str | 
     """
     if not hasattr(config, "video_processor_kwargs"):
         return "sampling shows no videos to a model. Take rows without videos"
-    if config.backend != "fsdp":
-        return f"backend: {config.backend} shows no videos to a model. Write backend: fsdp"
     for key in ("rollout_engine", "teacher_engine"):
         if getattr(config, key, "hf") == "vllm":
             return f"{key}: vllm shows no videos to a model. Write {key}: hf"
@@ -134,8 +132,8 @@ def check_same_pixels(
     own, theirs = (load_processor(name, **told) for name in (policy, model))
     if own.image_processor.to_dict() != theirs.image_processor.to_dict():
         raise ConfigError(
-            f"{key}: the processor of {model!r} makes other tokens of pictures than the processor of {policy!r}, whose "
-            "token ids it would be given. Take a model with the same processor."
+            f"{key}: the processor of {model!r} gives pictures other tokens than the processor of {policy!r}. But it "
+            "would get the token ids of the policy. Take a model with the same processor."
         )
 
 

@@ -20,7 +20,8 @@ def mean_log_ratios(logps: Ragged, old_logps: Ragged | None, loss_mask: Ragged) 
     sums_B = np.zeros(len(logps))
     np.add.at(sums_B, np.repeat(np.arange(len(logps)), logps.lengths), ratios)
     counts_B = np.array([int(row.sum()) for row in loss_mask])
-    return sums_B / np.maximum(counts_B, 1)
+    means_B: np.ndarray = sums_B / np.maximum(counts_B, 1)
+    return means_B
 
 
 def classified(

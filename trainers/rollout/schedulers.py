@@ -346,8 +346,8 @@ class ScheduledEpisode:
         has_ids = result.get("response_token_ids") is not None
         if self.request.messages[len(before) - 1] != before[-1] and not has_ids:
             raise ValueError(
-                f"{self.name}.step changed the text of the model's turn and gave no response_token_ids: what was "
-                "sampled is not tokenized again. Give them, with response_loss_mask 0 on your own tokens."
+                f"{self.name}.step changed the text of the model's turn and gave no response_token_ids. Sampled tokens "
+                "are not tokenized again. Give the ids, with response_loss_mask 0 on your own tokens."
             )
         return Reply(
             added,

@@ -452,13 +452,15 @@ class Run:
     def load_best(self, load: SaveFunction) -> None:
         """Goes back to the model of the best checkpoint, unless the last evaluation is better, or is of that model."""
         if self.best.is_beaten_by(self.last_evaluation):
-            logger.info("load_best_model_at_end: the final model is that of the last step, which no checkpoint beats")
+            logger.info(
+                "load_best_model_at_end: the final model comes from the last step, which is better than all checkpoints"
+            )
             return
         assert self.best.checkpoint is not None
         folder = self.output_dir / self.best.checkpoint
         if folder == checkpoint_folder(self.output_dir, self.step):
             return
-        logger.info("load_best_model_at_end: the final model is that of %s", folder)
+        logger.info("load_best_model_at_end: the final model comes from %s", folder)
         with self.stopwatch.stopped(), self.signals.watch.saving():
             self.wait_until_written()
             load(folder)
@@ -540,7 +542,8 @@ class Run:
             self.trackers.console.write(f"the model is in {folder}")
             if (folder / "adapter").is_dir():  # LoRA's, as a backend exports it
                 self.trackers.console.write(
-                    f"the adapter is merged into the weights of this model; alone it is in {folder / 'adapter'}"
+                    "the adapter is merged into the weights of this model. The adapter itself is in "
+                    f"{folder / 'adapter'}"
                 )
             if best := self.best.told(self.output_dir):
                 self.trackers.console.write(best)
@@ -595,6 +598,6 @@ def _check_same_order(saved: Mapping[str, Any], order: Mapping[str, Any], checkp
     if changed:
         raise ConfigError(
             f"resume_from_checkpoint: {checkpoint} belongs to a run that read the data in another order "
-            f"({'; '.join(changed)}), so that rows would be repeated or left out. Change that back (global_batch_size "
+            f"({'; '.join(changed)}). Rows would be repeated or left out. Change these values back (global_batch_size "
             "keeps the sequences of a step), or start a new run from the checkpoint as model."
         )

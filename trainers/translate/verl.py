@@ -143,7 +143,7 @@ def _rewards(theirs: Theirs, ours: Ours) -> None:
     else:
         ours.add("reward_funcs", [spec], "theirs chooses a rule by the column data_source. See below")
         ours.without["the rule of data_source"] = (
-            "that of openai/gsm8k is built; other rules are verl's own, and need verl where the run is. Or write "
+            "RayHelper has the rule of openai/gsm8k. Other rules are verl's own, and the run needs verl. Or write "
             "custom_reward_function"
         )
     _overlong(theirs, ours)
@@ -426,7 +426,7 @@ def _backend(theirs: Theirs, ours: Ours) -> None:
     named = theirs.take("--config-name", "")
     if strategy == "megatron" or "megatron" in str(named) or theirs.below(f"{MEGATRON}.tensor_model_parallel_size"):
         if sees(theirs):
-            ours.refuse("data.image_key", "backend: megatron learns only from texts. Write the strategy fsdp")
+            ours.refuse("data.image_key", "the translation takes pictures only with the strategy fsdp. Write that")
         _megatron(theirs, ours)
         return
     if sees(theirs) or f"{ACTOR}.freeze_vision_tower" in theirs:
@@ -531,7 +531,9 @@ def _run(theirs: Theirs, ours: Ours) -> None:
     if evaluates and test > 0:
         ours.say("eval_steps", test * steps, theirs, "trainer.test_freq", note=f"{test} {each}")
     elif before:
-        ours.without["trainer.test_freq"] = "theirs evaluates before the first step alone; here after the last one too"
+        ours.without["trainer.test_freq"] = (
+            "verl evaluates only before the first step, RayHelper also after the last one"
+        )
     elif evaluates:
         ours.lines = [line for line in ours.lines if line.key != "eval_dataset"]
         ours.without["data.val_files"] = "trainer.test_freq says that nothing is evaluated"
@@ -564,7 +566,7 @@ def _run(theirs: Theirs, ours: Ours) -> None:
     if "wandb" in known:
         ours.say("run_name", str(name), theirs, "trainer.experiment_name")
         ours.say("env", {"WANDB_PROJECT": str(project)}, theirs, "trainer.project_name")
-    ours.add("logging_steps", steps, "a line for each generation, as there")
+    ours.add("logging_steps", steps, "a line for each generation, as in verl")
 
 
 def _placement(theirs: Theirs, ours: Ours) -> None:
@@ -586,7 +588,7 @@ def _placement(theirs: Theirs, ours: Ours) -> None:
         note = "processes of its own on the devices of train: an engine lies on several workers"
         ours.add("rollout", {"gpus": nodes * each, "shares_devices_with": "train"}, note)
     else:
-        ours.add("colocate_groups", [["train", "rollout"]], "policy and engine share their workers, as there")
+        ours.add("colocate_groups", [["train", "rollout"]], "policy and engine share their workers, as in verl")
         for role in ("train", "rollout"):
             ours.say(role, {"gpus": nodes * each}, theirs, "trainer.nnodes", "trainer.n_gpus_per_node")
 

@@ -228,4 +228,4 @@ def check_model(model: Any, *, tolerance: float | None = None) -> None:
     if tolerance is None:
         tolerance = 1e-3 if together.dtype == torch.float32 else 5e-2
     if not bool((together.float() - wanted).abs().max() <= tolerance * wanted.abs().max()):
-        raise ConfigError(f"{told}: {type(model).__name__} does not keep documents apart by it. Take sdpa.")
+        raise ConfigError(f"{told}: {type(model).__name__} does not separate documents with it. Take sdpa.")

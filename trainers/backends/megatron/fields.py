@@ -200,7 +200,7 @@ def _why_not(name: str, known: Mapping[str, Any]) -> str | None:
         near = nearest(name, [*known, *KEYS])
         return f"megatron-core has no field {name!r} in its configurations{near}."
     if name in ELSEWHERE:
-        return f"{name} is what the key {ELSEWHERE[name]} says. Write that."
+        return f"{name} is set by the key {ELSEWHERE[name]}. Write that key."
     if name in OF_MODEL or name.startswith(OF_MODEL_BEGINNINGS):
         return f"{name} follows from the model's config.json. Remove it."
     if name in OF_BACKEND or name.startswith(OF_BACKEND_BEGINNINGS):

@@ -173,7 +173,7 @@ HINTS = {
     "pad_to_multiple_of": _PADDED,
     "use_cache": "training keeps no cache",
     "liger_kernel_config": "log-probabilities are computed a chunk of tokens at a time",
-    "torch_empty_cache_steps": "torch's allocator keeps what it has",
+    "torch_empty_cache_steps": "torch's allocator keeps its memory",
     "logging_nan_inf_filter": _FINITE,
     "include_num_input_tokens_seen": "num_tokens is logged always",
     "eval_accumulation_steps": "evaluation keeps no logits",
@@ -198,7 +198,7 @@ QLORA = "nothing is trained here, and a model that is only read is not quantized
 _REVISION = "a revision is chosen where a model is downloaded. Download it, and write its folder as model"
 _PREDICTIONS = "there is no compute_metrics: evaluation gives the trainer's own numbers. Remove it"
 _FULL = "evaluation computes in dtype. Remove it"
-_LEARNED = "this trainer learns from completions alone. Remove it"
+_LEARNED = "this trainer learns only from completions. Remove it"
 
 REFUSED = {
     "optim_target_modules": "GaLore and APOLLO are not built. Remove it",

@@ -92,6 +92,6 @@ def _places(first_word: int, num_words: int, device: torch.device) -> torch.Tens
 
 
 def layer_of(name: str) -> str:
-    """``model.layers.3`` of what is in the layer, else the name: ``merger.gate_up_proj.weight`` of both that it joins."""
+    """``model.layers.3`` of what is in the layer, else the name; of gate and up that of their stack."""
     match = _LAYER.match(name)
     return match.group(1) if match else _GATE_OR_UP.sub(r".gate_up_proj\1", name)

@@ -4,8 +4,8 @@
 
 vLLM in this process: on a CPU with a tiny model, where only its scheduler is of interest. Milliseconds a step: of the
 parts of vLLM's step (without what they wait for), of waiting for the GPU, of the whole; medians over generations, which
-alternate between our scheduler and vLLM's own steps. Both must write the same tokens. A step waits for the GPU hardly at
-all where the host is the slower of the two. ``benchmarks.scheduler_host`` measures the scheduler only.
+alternate between our scheduler and vLLM's own steps. Both must write the same tokens. A step waits for the GPU hardly
+at all where the host is the slower of the two. ``benchmarks.scheduler_host`` measures the scheduler only.
 """
 
 from __future__ import annotations

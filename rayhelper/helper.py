@@ -248,7 +248,9 @@ def _check_initialize(runtime: str, ray_address: str | None, strict: bool) -> No
     if runtime not in RUNTIMES:
         raise ConfigError(f"runtime must be one of {', '.join(map(repr, RUNTIMES))}, got {runtime!r}")
     if strict and runtime != "inprocess":
-        raise ConfigError(f"strict=True shows on runtime='inprocess' what would differ on Ray; runtime is {runtime!r}")
+        raise ConfigError(
+            f"strict=True works only with runtime='inprocess', to show differences from Ray. runtime is {runtime!r}"
+        )
     if ray_address is not None and runtime != "ray":
         raise ConfigError(f"ray_address={ray_address!r} is for runtime='ray'; runtime is {runtime!r}")
 

@@ -35,7 +35,7 @@ from trainers.configuration.reading.folders import configuration_named, configur
 from trainers.configuration.reading.secrets import masked
 from trainers.configuration.reading.text import as_yaml
 
-ON_RAY_BECAUSE = "workers that train hold no part of an engine: role rollout has processes of its own on their GPUs"
+ON_RAY_BECAUSE = "workers that train hold no part of an engine: role rollout has its own processes on their GPUs"
 ASKS = {"--help", "-h", "--print_config"}
 SAID = re.compile(r"[A-Za-z_]\w*=")  # a variable before a command
 MODULE = "rayhelper.trainers"  # as processes are told to run it: no folder of a user's has that name

@@ -209,8 +209,8 @@ def asked(port: int, wait_s: float) -> Offer:
 
 def _another(where: str) -> str:
     return (
-        f"vllm_mode server: what answers at {where} is not rayhelper swift rollout. Start that one, which "
-        "gives its GPUs to the run, in place of ms-swift's own or TRL's."
+        f"vllm_mode server: the server at {where} is not rayhelper swift rollout. Start that command, which "
+        "gives its GPUs to the run, instead of the server of ms-swift or TRL."
     )
 
 

@@ -245,8 +245,8 @@ class Channel:
         tensors = self._handover.tensors
         if tensors is None:
             raise ChannelError(
-                f"channel {self._terms.name!r}, receiver: nothing was sent. In one process send() must be called "
-                f"first, and what it sent can be received num_receivers={self._terms.num_receivers} times."
+                f"channel {self._terms.name!r}, receiver: nothing was sent. In one process call send() first. "
+                f"It can be received num_receivers={self._terms.num_receivers} times."
             )
         self._handover.num_left -= 1
         if not self._handover.num_left:

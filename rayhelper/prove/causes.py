@@ -297,7 +297,7 @@ def _draws(case: Case) -> Iterator[Cause]:
 
 def _own_generator(name: str) -> str:
     made = {"python": "random.Random(seed)", "numpy": "numpy.random.default_rng(seed)"}
-    return f"Give one of them a generator of its own, such as {made.get(name, 'torch.Generator().manual_seed(seed)')}"
+    return f"Give one of them its own generator, such as {made.get(name, 'torch.Generator().manual_seed(seed)')}"
 
 
 def _driver_draws(case: Case) -> Iterator[Cause]:
@@ -412,15 +412,15 @@ def _shared(case: Case) -> Iterator[Cause]:
         for value, call in case.evidence.changed_values:
             yield Cause(
                 "value changed in place",
-                f"a value that a role changes after it gave it: what {value} gave is changed in place by {call}. With "
-                "Ray off the driver sees the change, and on workers it does not. Return a copy",
+                f"a value that a role changes after it returned it: the value of {value} gave is changed in place by "
+                f"{call}. With Ray off the driver sees the change, and on workers it does not. Return a copy",
             )
         return
     for name, held in case.evidence.changed_by_driver:
         yield Cause(
             "changed in place on the driver",
-            f"the driver's own code changes {name} in place{_came_from(held, case.here[:-1])}. With Ray off they share "
-            "it, and workers have a copy of their own. Pass a copy, and pass again what has changed",
+            f"the driver's own code changes {name} in place{_came_from(held, case.here[:-1])}. With Ray off they "
+            "share it, but workers have their own copy. Pass a copy, and pass changed values again",
         )
 
 
@@ -473,7 +473,7 @@ def _shape_of(case: Case) -> Iterator[Cause]:
         )
     words = {
         "dtype": ("dtype", "the type of numbers: a default dtype, autocast, or a conversion on the way"),
-        "device": ("device", "the device: a tensor lies elsewhere. Move it in the role that uses it"),
+        "device": ("device", "the device: a tensor is on another device. Move it in the role that uses it"),
         "shape": ("shape", "the number of items: padding to a longest row, or an average in the place of rows"),
         "keys": ("missing key", "a key that only some workers or some steps have"),
         "type": ("type", "the type of a value, or None in its place"),

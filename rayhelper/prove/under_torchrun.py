@@ -51,8 +51,8 @@ class UnderTorchrun:
             pickled = dumps(program)
         except Exception as error:
             raise CannotRunError(
-                f"the program does not pickle, and torchrun starts it in processes of their own ({error}). Write it as "
-                "a function of a module"
+                f"the program does not pickle, and torchrun starts it in new processes ({error}). Write it as a "
+                "function of a module"
             ) from error
         with tempfile.TemporaryDirectory(prefix="rayhelper-prove-") as folder:
             given = (sys.path, self.ambient, self.changes, pickled, tuple(roles))

@@ -480,7 +480,7 @@ def test_the_memory_of_a_gpu_is_that_of_all_groups_on_it(tmp_path: Path) -> None
             together.peak_bytes + runtime
         ] * 2
     asleep = "\n".join(as_lines(planned(tmp_path, BESIDE | {"sleep_level": 1})))
-    assert "GiB a GPU with rollout while idle roles sleep or are offloaded" in asleep
+    assert "GiB per GPU with rollout while idle roles sleep or are offloaded" in asleep
     (said,) = mistakes(tmp_path, BESIDE | {"vllm_gpu_memory_utilization": 0.7}, gpu_memory_gib=50)  # 35 + 15.3
     assert "group 'train', with 'rollout' on its devices, needs about" in said
     assert "or offload idle roles" in said

@@ -190,7 +190,7 @@ SFT_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"packing": True, "max_length": None}, ["packing needs max_length"]),
     ({"group_by_length": True, "packing": True}, ["group_by_length", "packing fills rows to one length"]),
     ({"group_by_length": True, "shuffle_dataset": False}, ["group_by_length", "shuffle_dataset is false"]),
-    ({"group_by_length": True, "streaming": True, "max_steps": 2}, ["group_by_length", "while the run goes on"]),
+    ({"group_by_length": True, "streaming": True, "max_steps": 2}, ["group_by_length", "while the run continues"]),
     ({"packing": True, "truncation_mode": "keep_end"}, ["packing keeps the start", "truncation_mode is 'keep_end'"]),
     ({"loss_type": "nl"}, ["loss_type must be one of nll, dft", "Did you mean 'nll'?"]),
     ({"per_device_eval_batch_size": 0}, ["per_device_eval_batch_size must be at least 1"]),

@@ -508,8 +508,8 @@ def test_the_tables_of_fields_name_fields_and_keys_that_exist() -> None:
     ("name", "told"),
     [
         ("moe_permut_fusion", "no field 'moe_permut_fusion' in its configurations (did you mean moe_permute_fusion?)"),
-        (TP, f"{TP} is a key of its own. Write it beside megatron"),
-        ("recompute_granularity", "is a key of its own"),
+        (TP, f"{TP} is a separate key. Write it beside megatron"),
+        ("recompute_granularity", "is a separate key"),
         ("hidden_size", "follows from the model's config.json"),
         ("num_moe_experts", "follows from the model's config.json"),
         ("mtp_num_layers", "follows from the model's config.json"),
@@ -965,9 +965,7 @@ def test_a_model_with_its_own_code_is_refused_with_the_name_of_the_other_form(
 ) -> None:
     code = {"AutoConfig": "configuration.Configuration"}
     model = folder(tmp_path, {"model_type": "internvl_chat", "auto_map": code}, name)
-    told = re.escape(
-        "comes with code of its own, which is not run here. The hub has its weights for transformers' own "
-    )
+    told = re.escape("brings its own code, which is not run here. The hub has its weights for transformers' own ")
     for asked in (shape_of, partial(configuration_of, trust_remote_code=False)):
         with pytest.raises(ConfigError, match=rf"{told}.* Write model: {model}{instead}$"):
             asked(model)

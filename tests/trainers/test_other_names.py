@@ -481,7 +481,7 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (SFTConfig, "rlhf_type: dpo", "rlhf_type is dpo, but this is rayhelper sft"),
     (GRPOConfig, "use_vllm: 'yes'", "use_vllm must be true or false, got 'yes'"),
     (GRPOConfig, "use_vllm: true\nrollout_engine: hf", "use_vllm means rollout_engine: vllm, but rollout_engine is hf"),
-    (GRPOConfig, "use_vllm: true\nvllm_mode: server", "give rollout a device group of its own"),
+    (GRPOConfig, "use_vllm: true\nvllm_mode: server", "give rollout its own device group"),
     (GRPOConfig, "use_vllm: true\nvllm_server_host: h\nvllm_server_port: [1]", "vllm_server_host and vllm_server_port"),
     (GRPOConfig, "use_vllm: true\nvllm_data_parallel_size: 2", "every vllm_tensor_parallel_size workers"),
     (GRPOConfig, "vllm_kv_cache_dtype: fp8", "vllm_kv_cache_dtype needs rollout_engine: vllm, which is use_vllm: true"),

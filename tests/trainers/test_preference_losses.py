@@ -436,7 +436,7 @@ def test_reward_model_loss_of_nothing_is_zero_and_reports_nothing() -> None:
 
 
 def test_reward_model_loss_refuses_shapes_that_would_broadcast() -> None:
-    with pytest.raises(ValueError, match=r"rejected_rewards_B must hold one number a pair, .* got \(5, 1\)"):
+    with pytest.raises(ValueError, match=r"rejected_rewards_B must hold one number per pair, .* got \(5, 1\)"):
         reward_model_loss(REWARDS[0], REWARDS[1][:, None], num_pairs=5)
-    with pytest.raises(ValueError, match=r"margins_B must hold one number a pair, .* got \(1,\)"):
+    with pytest.raises(ValueError, match=r"margins_B must hold one number per pair, .* got \(1,\)"):
         reward_model_loss(*REWARDS, MARGINS[:1], num_pairs=5)

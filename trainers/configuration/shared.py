@@ -404,9 +404,9 @@ def check_shared(config: TrainConfig) -> None:
     check_seconds(config, "save_before_s", "stop_grace_s")
     if config.resume_on_failure and not config.use_ray:
         raise ConfigError(
-            f"resume_on_failure is {config.resume_on_failure}, but only with use_ray the workers are other processes "
-            "than the one that starts them anew. Set use_ray: true. Under torchrun give the launcher --max-restarts, "
-            "and the run resume_from_checkpoint: auto."
+            f"resume_on_failure is {config.resume_on_failure}, but only with use_ray another process can start the "
+            "workers again. Set use_ray: true. Under torchrun give the launcher --max-restarts, and the run "
+            "resume_from_checkpoint: auto."
         )
     resume = config.resume_from_checkpoint
     if not resume:
@@ -515,7 +515,7 @@ def _check_adapter(config: TrainConfig) -> None:
         unread(config, f"optim is {config.optim}", "adam_beta1", "adam_beta2", "adam_epsilon")
     if config.optim == "adafactor" and config.fsdp_sharding_strategy == "full_shard":
         raise ConfigError(
-            "optim: adafactor looks at whole weights, which do not lie in shards: set fsdp_sharding_strategy: no_shard"
+            "optim: adafactor needs whole weights, which are not sharded: set fsdp_sharding_strategy: no_shard"
         )
     check_tuner(config, backend=config.backend, max_steps=config.max_steps)
     if config.tuner_type == "full":

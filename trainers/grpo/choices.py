@@ -133,8 +133,8 @@ def check_plugged(config: Any) -> None:
         taken = keys_of(function)
         if config.use_ray and function.__module__ == "__main__":
             raise ConfigError(
-                f"{key}: {name} is registered by the script itself, which Ray's workers do not run. Register it "
-                "in a file of its own, and name that in external_plugins."
+                f"{key}: {name} is registered by the script itself, which Ray's workers do not run. Register it in a "
+                "separate file, and name the file in external_plugins."
             )
         for argument in arguments:
             if hasattr(config, argument):

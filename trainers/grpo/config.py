@@ -484,7 +484,7 @@ def check_advantages(config: GRPOConfig) -> None:
         )
     if config.sync_ref_model and config.is_own_reference:
         raise ConfigError(
-            "sync_ref_model needs a reference of its own, and with tuner_type: lora it is the policy without its "
+            "sync_ref_model needs a separate reference. With tuner_type: lora the reference is the policy without its "
             "adapter. Set ref_model (to the same model), or remove sync_ref_model."
         )
     if not 0 <= config.ref_model_mixup_alpha <= 1:

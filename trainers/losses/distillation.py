@@ -278,6 +278,6 @@ def _check_topk(student_logits: torch.Tensor, ids_NK: torch.Tensor, logps_NK: to
     _check_same_tokens("teacher_ids_NK", ids_NK.shape[:-1], student_logits.shape[:-1])
     if not 1 <= ids_NK.shape[-1] <= vocab_size:
         raise ValueError(
-            f"the teacher must send between 1 and {vocab_size} entries a token, the student's vocabulary, got "
+            f"the teacher must send between 1 and {vocab_size} entries per token, the student's vocabulary, got "
             f"{ids_NK.shape[-1]}"
         )

@@ -48,7 +48,7 @@ def reward_model_loss(
     for name, column in columns.items():
         if column is not None and (column.dim() != 1 or column.shape != chosen_rewards_B.shape):
             raise ValueError(
-                f"{name} must hold one number a pair, as chosen_rewards_B {tuple(chosen_rewards_B.shape)} must, got "
+                f"{name} must hold one number per pair, as chosen_rewards_B {tuple(chosen_rewards_B.shape)} must, got "
                 f"{tuple(column.shape)}"
             )
     differences_B = chosen_rewards_B - rejected_rewards_B

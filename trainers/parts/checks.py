@@ -104,8 +104,8 @@ def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> 
     shares_processes = groups is None or groups.group_of("rollout") == groups.group_of("train")
     if size > 1 and shares_processes:
         raise ConfigError(
-            f"vllm_tensor_parallel_size={size}: workers that also train have a slice each. Give role rollout a group "
-            "of its own; with shares_devices_with it may be on the same devices."
+            f"vllm_tensor_parallel_size={size}: workers that also train have a slice each. Give role rollout its own "
+            "group. With shares_devices_with, it may use the same devices."
         )
     if config.rollout_engine == "vllm":
         check_model_fits(f"vllm_tensor_parallel_size={size}", size, groups, "rollout")
@@ -193,6 +193,6 @@ def check_staleness(max_staleness: int, groups: DeviceGroups | None) -> None:
     """Raises ConfigError for completions begun ahead where there is nothing that could run beside training."""
     if max_staleness and (groups is None or groups.share_devices("rollout", "train")):
         raise ConfigError(
-            f"max_staleness={max_staleness} generates while the policy is trained, but both are on the same "
-            "devices. Give role rollout a group with devices of its own, or remove it."
+            f"max_staleness={max_staleness} generates while the policy is trained, but both are on the same devices. "
+            "Give role rollout a group with its own devices, or remove the key."
         )

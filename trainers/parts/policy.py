@@ -31,8 +31,8 @@ from trainers.metrics import Metrics
 from trainers.parts.models import build_backend, num_shards
 from trainers.parts.weights import exported, first_of, make_room, send
 
-LOST = "this worker has no {}: build was not called, or it took the place of a worker that died. Resume the run from a \
-checkpoint (resume_from_checkpoint: auto), or let it go on by itself (resume_on_failure: N)."
+LOST = "this worker has no {}: build was not called, or the worker replaced a worker that died. Resume the run from a \
+checkpoint (resume_from_checkpoint: auto), or let it continue by itself (resume_on_failure: N)."
 
 
 class ModelLostError(WorkerDiedError):

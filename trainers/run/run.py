@@ -325,7 +325,7 @@ class Run:
                     load(self.checkpoint)
             except Exception as error:
                 error.add_note(
-                    f"The run was to go on from {self.checkpoint}. If that is damaged, name an earlier one as "
+                    f"The run should continue from {self.checkpoint}. If that is damaged, name an earlier one as "
                     "resume_from_checkpoint."
                 )
                 raise
@@ -586,8 +586,8 @@ def _check_same_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], 
     ]
     if changed:
         raise ConfigError(
-            f"resume_from_checkpoint: {checkpoint} brings an optimizer, a schedule and a model of its own, and other "
-            f"keys were given ({'; '.join(changed)}). Change that back, or start a new run from the exported model."
+            f"resume_from_checkpoint: {checkpoint} has its own optimizer, schedule and model, but other keys were "
+            f"given ({'; '.join(changed)}). Change that back, or start a new run from the exported model."
         )
 
 

@@ -237,7 +237,7 @@ def _check_engine(config: SamplingConfig) -> None:
             )
         for name in ("base_url", "api_key"):
             if name in config.engine_kwargs:
-                raise ConfigError(f"{name} is a key of its own; take it out of engine_kwargs, which are written down")
+                raise ConfigError(f"{name} is a separate key; remove it from engine_kwargs, which are written to files")
     elif config.base_url:
         raise ConfigError(f"base_url is for sampler_engine client; sampler_engine is {config.sampler_engine}")
     sees = config.max_pixels is not None or config.image_processor_kwargs or config.image_urls

@@ -94,7 +94,7 @@ class SFTConfig(TrainConfig):
         if self.streaming and self.dataloader_drop_last:
             raise ConfigError("dataloader_drop_last is not supported with streaming. Remove it.")
         if self.streaming:
-            unread(self, "streaming reads rows while the run goes on", "group_by_length")
+            unread(self, "streaming reads rows while the run continues", "group_by_length")
         if not (self.streaming and self.shuffle_dataset):
             unread(self, "rows are not drawn from a stream's buffer", "shuffle_buffer_size")
         if scale is not None and self.assistant_only_loss:

@@ -284,7 +284,7 @@ def _strategies(theirs: Theirs, ours: Ours) -> None:
         _engine(theirs, ours)
     for role in ("reference", "actor_infer", "actor_train"):
         left = [one for one in theirs.left() if one.startswith(f"{role}.")]
-        told = "the reference lies as the policy does" if role == "reference" else "the policy's keys hold for it"
+        told = "the reference is placed like the policy" if role == "reference" else "the policy's keys hold for it"
         same = ("model_args", "data_args", "strategy_args", "infer_batch_size")
         if role != "actor_train":
             ours.drop(theirs, [one for one in left if one.split(".")[1] in same], told)

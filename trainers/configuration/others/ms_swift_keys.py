@@ -82,7 +82,7 @@ def engine_beside_training(given: GivenKeys) -> None:
     if not changed["colocate_groups"]:
         del changed["colocate_groups"]
     given.values["device_groups"] = changed
-    logger.info("role rollout has processes of its own on the devices of role %s: %d hold an engine", host, size)
+    logger.info("role rollout has its own processes on the devices of role %s: %d hold an engine", host, size)
 
 
 def room_for_prompts(given: GivenKeys) -> None:

@@ -182,9 +182,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 _ROWS = "rows are held in memory"
 _TOKENIZED = "rows are tokenized where they are used"
 _KERNELS = "log-probabilities are computed a chunk of tokens at a time"
-_RESUMABLE = "checkpoints hold optimizer and random states, so that the run can go on"
+_RESUMABLE = "checkpoints hold optimizer and random states, so that the run can continue"
 _NO_ENGINE = "nothing generates beside this training"
-_GATHERED = "weights that lie in shards are gathered where an engine needs them"
+_GATHERED = "sharded weights are gathered where an engine needs them"
 
 HINTS = {
     **trl_names.HINTS,
@@ -211,14 +211,14 @@ HINTS = {
     "no_gradient_accumulation_fusion": "gradients are added by torch",
     "overlap_grad_reduce": "FSDP2 overlaps what it can",
     "overlap_param_gather": "FSDP2 overlaps what it can",
-    "use_distributed_optimizer": "fsdp_sharding_strategy says whether the optimizer lies in shards",
+    "use_distributed_optimizer": "fsdp_sharding_strategy decides whether the optimizer is sharded",
     "no_save_optim": _RESUMABLE,
     "no_save_rng": _RESUMABLE,
     "save_only_model": _RESUMABLE,
     "offload_model": _NO_ENGINE,
     "offload_optimizer": _NO_ENGINE,
     "sleep_level": _NO_ENGINE,
-    "teacher_deepspeed": "the teacher's weights lie in shards as the policy's do: the fsdp_* keys hold for it too",
+    "teacher_deepspeed": "the teacher's weights are sharded like the policy's: the fsdp_* keys also apply to it",
     "offload_teacher_model": "the teacher keeps its memory. Give role teacher its own device group to save memory",
     "move_model_batches": _GATHERED,
     "ds3_gather_for_generation": _GATHERED,
@@ -236,7 +236,7 @@ HINTS = {
 }
 
 _VLLM = "vLLM completes prompts only in GRPO, PPO and GKD. Remove it"
-_SERVER = "prompts are completed by the workers of role rollout. Remove it, and give rollout a device group of its own "
+_SERVER = "prompts are completed by the workers of role rollout. Remove it, and give rollout its own device group "
 _SERVER += "where it shall not share that of train"
 _MEGATRON = "nothing is trained or scored by a backend here. Remove it (or write 1)"
 _MEGATRON_ONLY = "it is a setting of Megatron's. Write backend: megatron beside it, or remove it"
@@ -261,7 +261,7 @@ REFUSED = {
     "use_vllm": _VLLM,
     "vllm_mode": _SERVER,
     "vllm_group_port": _SERVER,
-    "vllm_pipeline_parallel_size": "an engine lies on vllm_tensor_parallel_size workers. Remove it",
+    "vllm_pipeline_parallel_size": "an engine uses vllm_tensor_parallel_size workers. Remove it",
     "vllm_data_parallel_size": "every vllm_tensor_parallel_size workers of role rollout are an engine. Remove it",
     "async_generate": "completions are drawn by the policy as it is. Remove it",
     **dict.fromkeys(

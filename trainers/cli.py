@@ -310,7 +310,7 @@ def placement(trainer: Any, config: Any, num_processes: int = 1) -> DeviceGroups
         if idle and not config.external_plugins:  # classes of plugins may have roles too
             raise ConfigError(
                 f"device_groups hosts {', '.join(map(repr, idle))}, but {trainer.__name__} has only the roles "
-                f"{', '.join(roles)}{nearest(idle[0], roles)}. The devices would stand idle: remove it."
+                f"{', '.join(roles)}{nearest(idle[0], roles)}. The devices would be idle: remove it."
             )
         for group in groups.groups:
             if num_processes > 1 and (group.env or group.restarts):

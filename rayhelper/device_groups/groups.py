@@ -170,7 +170,7 @@ def _opened(config: Any, mistakes: Mistakes) -> Mapping[Any, Any]:
     for name, value in whole.items():
         is_section = isinstance(value, Mapping) and any(key in value for key in PLACING_KEYS)
         if name != "device_groups" and (name in TOP_KEYS or is_section):
-            mistakes.note(f"{shown(name)} stands beside device_groups and would be ignored. Move it inside.")
+            mistakes.note(f"{shown(name)} is beside device_groups and would be ignored. Move it inside.")
     return _mapping(whole["device_groups"])
 
 

@@ -289,9 +289,9 @@ def _draws(case: Case) -> Iterator[Cause]:
         )
     yield Cause(
         "seed",
-        f"random numbers: the generator of {moved[0]} stands elsewhere in the two runs before the method draws from "
-        "it. In only one of the runs, something drew from it or seeded it: an earlier call, a library, or a seed "
-        f"from the time. {_own_generator(moved[0])}",
+        f"random numbers: the generator of {moved[0]} has different states in the two runs before the method draws "
+        "from it. In only one of the runs, something drew from it or seeded it: an earlier call, a library, or a "
+        f"seed from the time. {_own_generator(moved[0])}",
     )
 
 
@@ -344,7 +344,7 @@ def _outside(case: Case) -> Iterator[Cause]:
 
 def _outside_words(case: Case) -> str:
     if case.place == "argument":
-        return "the driver's own code reads what differs from run to run"
+        return "the driver's own code reads values that differ from run to run"
     return "what __init__ reads of the process" if case.is_constructor else "state outside of the object"
 
 
@@ -474,7 +474,7 @@ def _shape_of(case: Case) -> Iterator[Cause]:
     words = {
         "dtype": ("dtype", "the type of numbers: a default dtype, autocast, or a conversion on the way"),
         "device": ("device", "the device: a tensor is on another device. Move it in the role that uses it"),
-        "shape": ("shape", "the number of items: padding to a longest row, or an average in the place of rows"),
+        "shape": ("shape", "the number of items: padding to a longest row, or an average instead of rows"),
         "keys": ("missing key", "a key that only some workers or some steps have"),
         "type": ("type", "the type of a value, or None in its place"),
     }

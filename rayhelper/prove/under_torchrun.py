@@ -41,7 +41,7 @@ class UnderTorchrun:
         try:
             self.changes = dumps(changes_in(user_modules(), ()))
         except Exception as error:
-            self.refused = f"what main has set in its modules does not pickle: {error}"
+            self.refused = f"values that main has set in its modules do not pickle: {error}"
 
     def run(self, program: Callable[[], Any], roles: Collection[str]) -> Ended:
         """What the run came to, with both workers. Raises CannotRunError."""

@@ -172,8 +172,8 @@ nnodes: 2
 """
     found = planned(tmp_path, config)
     expected = [
-        "'train' stands beside device_groups",
-        "'nnodes' stands beside device_groups",
+        "'train' is beside device_groups",
+        "'nnodes' is beside device_groups",
         "group 'sampler' has the unknown key 'colour'",
         "timeout_s of group 'sampler'",
         "env of group 'sampler'",
@@ -235,7 +235,7 @@ five:  {device: GPU, ranks: 1, workers: [judge, chat]}
         "role 'train' is in two groups, 'one' and 'three'",
         "role 'judge' is in two groups, 'two' and 'five'",
         "rank 1 is in two groups, 'one' and 'two'",
-        "rank 4 of group 'two' lies beyond the nodes",
+        "rank 4 of group 'two' is beyond the nodes",
     ]
     assert len(said) == len(expected)
     assert all(begin in message for begin, message in zip(expected, said, strict=True))

@@ -232,7 +232,10 @@ GRPO_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"fipo_clip_range": None}, ["fipo_clip_range is None", "read with fipo"]),
     ({"reward_clip_range": [0.0, 1.0]}, ["reward_clip_range", "advantage_estimator=grpo", "read with rloo"]),
     ({"advantage_estimator": "rloo", "reward_clip_range": [1.0, 0.0]}, ["reward_clip_range must be [lowest, highest]"]),
-    ({"advantage_estimator": "rloo", "scale_rewards": "batch"}, ["scale_rewards=batch is for", "rloo divides as"]),
+    (
+        {"advantage_estimator": "rloo", "scale_rewards": "batch"},
+        ["scale_rewards=batch is for", "rloo divides by its own"],
+    ),
     ({"kl_in_reward": True}, ["kl_in_reward is set, but beta", "is 0"]),
     (
         {"beta": 0.1, "kl_in_reward": True, "multi_objective_aggregation": "normalize_then_sum"},

@@ -640,7 +640,7 @@ def test_a_field_that_nothing_reads_is_refused_unless_it_is_as_it_is_anyway() ->
         ({AUX: -1.0}, f"{AUX} must be a number, 0 or above, got -1.0"),
         ({Z: "1e-3"}, f"{Z} must be a number, 0 or above, got '1e-3'"),
         ({BALANCING: "none", AUX: 1e-3}, f"{BALANCING} is none, but {AUX} 0.001"),
-        ({BALANCING: "seq_aux_loss"}, f"seq_aux_loss says nothing without {AUX}"),
+        ({BALANCING: "seq_aux_loss"}, f"seq_aux_loss has no effect without {AUX}"),
     ],
 )
 def test_losses_that_balance_experts_in_another_way_are_refused(further: dict[str, Any], told: str) -> None:

@@ -415,7 +415,7 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (
         SFTConfig,
         "backend: megatron\nqk_clip: true",
-        "unknown key qk_clip; fields of megatron-core stand in megatron: {",
+        "unknown key qk_clip; fields of megatron-core belong into megatron: {",
     ),
     (SFTConfig, "backend: megatron\nmtp_num_layers: 1", "layers that predict further tokens are not trained"),
     (SFTConfig, "fp8_format: hybrid", "fp8_format is not supported: it is a setting of Megatron's"),
@@ -448,7 +448,7 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     ),
     (GRPOConfig, "truncation_strategy: right", "write left: long rows lose the beginning of their prompt"),
     (SFTConfig, "save_strategy: epochs", "save_strategy must be one of steps, epoch, best, no, got 'epochs' (did you"),
-    (SFTConfig, "save_strategy: best", "save_strategy best saves the best model so far: set metric_for_best_model"),
+    (SFTConfig, "save_strategy: best", "save_strategy best saves the best model so far. Set metric_for_best_model"),
     (
         SFTConfig,
         "split_dataset_ratio: 0.1\nsave_strategy: best\nmetric_for_best_model: loss\nearly_stop_interval: 2",

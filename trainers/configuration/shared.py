@@ -434,8 +434,8 @@ def check_sections(groups: DeviceGroups) -> None:
         for key in settings:
             hint = nearest(key, SECTION_KEYS, " (did you mean {!r}?)")
             raise ConfigError(
-                f"section {role!r} has the key {key!r}{hint}: a section says where its role runs "
-                f"({', '.join(SECTION_KEYS)}). Move other keys to the top level, where they hold for all roles."
+                f"section {role!r} has the key {key!r}{hint}. A section decides where its role runs "
+                f"({', '.join(SECTION_KEYS)}). Move other keys to the top level, where they apply to all roles."
             )
 
 

@@ -439,8 +439,8 @@ def check_advantages(config: GRPOConfig) -> None:
     }
     if "scale_rewards" not in parameters(estimator.function) and config.scale_rewards not in scales.get(name, own):
         raise ConfigError(
-            f"scale_rewards={config.scale_rewards} is for advantage_estimator=grpo: {name} divides as its formula "
-            "says (advantages.py). Remove it."
+            f"scale_rewards={config.scale_rewards} is for advantage_estimator=grpo: {name} divides by its own formula "
+            "(advantages.py). Remove it."
         )
     at_least(config, 1, "pass_k")
     if name == "pass_at_k" and config.pass_k > config.num_generations:

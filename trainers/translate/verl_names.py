@@ -143,7 +143,7 @@ WITHOUT = {
     f"{ROLLOUT}.load_format": "the engine gets the policy's weights",
     f"{ROLLOUT}.multi_stage_wake_up": "an engine wakes before it gets weights",
     f"{ROLLOUT}.calculate_log_probs": "the engine's log-probabilities are there where they are needed",
-    f"{ROLLOUT}.checkpoint_engine": "weight_bucket_mb says how much travels at once",
+    f"{ROLLOUT}.checkpoint_engine": "weight_bucket_mb is the size of each message",
     f"{ROLLOUT}.skip_tokenizer_init": "the engine gets token ids",
     f"{ROLLOUT}.agent": "completions that are drawn need no agent loop",
     f"{ROLLOUT}.prompt_length": "data.max_prompt_length says it",
@@ -153,7 +153,7 @@ WITHOUT = {
     f"{ROLLOUT}.data_parallel_size": "every vllm_tensor_parallel_size workers of role rollout are an engine",
     f"{ROLLOUT}.engine_kwargs.sglang": "sglang is not built",
     f"{ROLLOUT}.engine_kwargs.trtllm": "TensorRT-LLM is not built",
-    f"{ROLLOUT}.update_weights_bucket": "weight_bucket_mb says how much travels at once",
+    f"{ROLLOUT}.update_weights_bucket": "weight_bucket_mb is the size of each message",
     f"{MEGATRON}.use_mbridge": "weights are read from the model's safetensors, each worker its part",
     f"{MEGATRON}.vanilla_mbridge": "weights are read from the model's safetensors, each worker its part",
     f"{MEGATRON}.use_dist_checkpointing": "weights are read from the model's safetensors, each worker its part",
@@ -193,7 +193,7 @@ WITHOUT = {
     "reward_model.reward_manager": "reward functions see all completions",
     "reward_model.use_reward_loop": "reward functions run on the driver, or in reward_processes",
     "reward_model.num_workers": "reward_processes says how many",
-    "reward_model.launch_reward_fn_async": "reward_processes score what has finished meanwhile",
+    "reward_model.launch_reward_fn_async": "reward_processes score finished completions at the same time",
 }
 REFUSED = {
     "data.video_key": "videos are not supported",

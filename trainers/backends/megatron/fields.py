@@ -264,7 +264,7 @@ def _balancing_mistake(further: Mapping[str, Any]) -> str | None:
     if kind == "none" and further.get(AUX):
         return f"{BALANCING} is none, but {AUX} {further[AUX]}. Remove one of them."
     if kind != "none" and BALANCING in further and AUX not in further:
-        return f"{BALANCING} {kind} says nothing without {AUX}. Write that too, such as 1e-3, or remove it."
+        return f"{BALANCING} {kind} has no effect without {AUX}. Write that too, such as 1e-3, or remove it."
     return None
 
 

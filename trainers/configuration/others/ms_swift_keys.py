@@ -241,7 +241,7 @@ def _fsdp(given: GivenKeys) -> None:
             given.refuse("fsdp", f"fsdp: {name} is not supported: it holds fsdp and fsdp_config. Remove it there")
         for name in ("fsdp", "fsdp_config"):
             if name in given.values:
-                given.refuse(name, f"{name} stands beside fsdp: {value}, which says it too. Remove one of them")
+                given.refuse(name, f"{name} stands beside fsdp: {value}, which also sets it. Remove one of them")
             given.values[name] = held.get(name, FSDP[name])
             given.where.setdefault(name, given.where["fsdp"])
 

@@ -332,7 +332,8 @@ REFUSED = {
     "streaming": "SFT and pretraining stream; this trainer reads its rows whole. Write streaming: false",
     "loss_scale": "this trainer learns the last answer, which is loss_scale last_round. Write that, or remove it",
     "data_seed": "seed is also the seed of the data. Remove it, or write the same number",
-    "train_dataloader_shuffle": "shuffle_dataset says the order of rows. Write that, or defaults: ms-swift beside it",
+    "train_dataloader_shuffle": "shuffle_dataset sets the order of rows. Write that key, or defaults: ms-swift "
+    "beside it",
     "packing_length": "packed rows have max_length tokens. Write that",
     "enable_thinking": "this trainer gives the chat template no variables. Write a chat_template",
     # optimization
@@ -358,7 +359,7 @@ REFUSED = {
     "teacher_tag_key": "there is one teacher. Write teacher_model",
     **dict.fromkeys(("cpo_alpha", "simpo_gamma"), "it is of CPO. Write rlhf_type: cpo or simpo, or remove it"),
     **dict.fromkeys(("desirable_weight", "undesirable_weight"), "it is of KTO. Write rlhf_type: kto, or remove it"),
-    "calculate_KL": "loss_type says whether KTO estimates a KL: kto does, apo_zero_unpaired does not. Remove it",
+    "calculate_KL": "loss_type decides whether KTO estimates a KL: kto does, apo_zero_unpaired does not. Remove it",
     # checkpoints
     "add_version": "output_dir is used as it is written. Write add_version: false",
     "resume_only_model": "write model: the checkpoint's folder",

@@ -255,7 +255,7 @@ REFUSED = {
     "max_tool_calling_iterations": "this trainer calls no tools. Remove it",
     "num_generations": "this trainer draws one completion for each prompt. Write 1",
     "generation_batch_size": "completions are drawn for one step at a time. Remove it",
-    "num_processes": "torchrun --nproc-per-node says how many, or device_groups. Remove it",
-    "num_machines": "torchrun --nnodes says how many, or device_groups. Remove it",
+    "num_processes": "torchrun --nproc-per-node sets the number, or device_groups. Remove it",
+    "num_machines": "torchrun --nnodes sets the number, or device_groups. Remove it",
     "config_file": "there is no Accelerate underneath. Write the fsdp_* keys, or accelerate_config: fsdp2",
 }

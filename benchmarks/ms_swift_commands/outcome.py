@@ -174,18 +174,21 @@ def _checked(words: list[str], environment: dict[str, str], servers: list[Comman
 
 
 def _read(config: Any) -> None:
-    """Reads the rows as the trainer does, and makes the tokens of one with pictures."""
+    """Reads the rows as the trainer does, and makes the tokens of one with pictures, and of one with videos."""
     if not isinstance(config, TrainConfig) or not config.dataset:
         return
     model, tokenizer = load_model_and_tokenizer(config)
     images = image_reader(config, model, tokenizer)
     rows = read_rows(config, config.dataset, "train", images)
-    if images is None or "images" not in rows.column_names:
+    if images is None:
         return
-    with mistakes_of("dataset"):
-        row, pictures = images.placed(next(row for row in rows if row["images"]))
-        messages = row.get("messages") or row["prompt"]
-        images.tokenizer(pictures).apply_chat_template(messages)
+    for column in ("images", "videos"):
+        if column not in rows.column_names:
+            continue
+        with mistakes_of("dataset"):
+            row, pictures = images.placed(next(row for row in rows if row[column]))
+            messages = row.get("messages") or row["prompt"]
+            images.tokenizer(pictures).apply_chat_template(messages)
 
 
 def _served(keys: Mapping[str, Any], environment: dict[str, str], servers: list[Command]) -> list[str]:

@@ -52,6 +52,7 @@ ALL: Lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 SOME: Lora = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
 SOME |= {"use_rslora": True, "modules_to_save": ["embed_tokens", "lm_head"]}
 ATTENTION: Lora = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+ATTENTION |= {"target_parameters": ["mlp.gate.weight"]}
 SHARED: Lora = {"r": 4, "target_modules": ["k_proj", *(f"shared_expert.{x}_proj" for x in ("gate", "up", "down"))]}
 NAMED: Lora = {"r": 3, "lora_alpha": 6, "use_rslora": True}
 NAMED |= {"target_modules": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}

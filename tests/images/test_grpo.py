@@ -204,14 +204,10 @@ def test_nothing_that_reads_texts_alone_is_given_rows_with_pictures(folders: dic
 MEGATRON = {"backend": "megatron", "beta": 0.0}
 
 
-ADAPTER = {"tuner_type": "lora"}
-
-
 @pytest.mark.parametrize(
     "keys",
     [
-        {"freeze_vit": False} | ADAPTER,
-        {"freeze_aligner": False} | ADAPTER,
+        {"freeze_llm": True} | {"freeze_vit": False, "tuner_type": "lora"},
         {"freeze_llm": True, "freeze_vit": False, "pipeline_model_parallel_size": 2},
         {"vit_lr": 1e-5, "learning_rate": 0.0},
     ],

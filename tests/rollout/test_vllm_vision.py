@@ -26,7 +26,7 @@ pytestmark = pytest.mark.xdist_group("vllm")
 
 KINDS = {  # of configurations, by type of the language model
     **{f"{kind}_text": kind for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")},
-    **{f"{kind}_text": kind for kind in ("qwen3_5_moe", "paddleocr_vl", "glm4v", "glm4v_moe")},
+    **{f"{kind}_text": kind for kind in ("qwen3_5_moe", "glm4v", "glm4v_moe")},
 }
 
 
@@ -109,6 +109,12 @@ def test_rotations_that_vllm_cannot_do_are_refused(
         features.check_pictures(configuration("qwen3_vl", (24, 20, 20), **rope))
 
 
+def test_a_kind_with_other_numbers_in_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "find_spec", lambda name: name)
+    with pytest.raises(ConfigError, match=r"rollout_engine: vllm gives other numbers for paddleocr_vl .* Write hf"):
+        features.check_pictures(AutoConfig.for_model("paddleocr_vl"))
+
+
 def test_a_package_that_a_kind_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "find_spec", lambda name: None if name == "num2words" else name)
     with pytest.raises(
@@ -136,6 +142,20 @@ def test_a_model_whose_pictures_are_attended_to_as_a_whole_is_refused_on_a_cpu(g
             check_model_on_cpu(tmp_path)
 
 
+def engine_of(kind: str, processed: Any) -> Any:
+    """What is asked of vLLM's engine; ``processed``: its processor."""
+    config = SimpleNamespace(hf_config=SimpleNamespace(model_type=kind))
+    processor = SimpleNamespace(process_inputs=processed)
+    return SimpleNamespace(get_supported_tasks=tuple, input_processor=processor, model_config=config)
+
+
+def test_pictures_that_vllm_would_cut_up_where_transformers_does_not_are_refused(gemma: str) -> None:
+    engine = engine_of("llava_onevision", None)
+    taken = features.Features(engine, gemma, AutoTokenizer.from_pretrained(gemma))
+    with pytest.raises(ConfigError, match=r"vLLM cuts every picture .* a prompt has 2. Write rollout_engine: hf"):
+        taken.of(pictures_of([png(0), png(1)]), np.zeros(4, np.int64), salt="0")
+
+
 def test_tokens_beside_a_picture_may_be_one_with_those_of_the_prompt(gemma: str) -> None:
     """Gemma 3 writes blank lines around a picture, which are one token with those of the text."""
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -154,7 +174,7 @@ def test_tokens_beside_a_picture_may_be_one_with_those_of_the_prompt(gemma: str)
         )
         return SimpleNamespace(prompt_token_ids=alone, mm_features=[feature])
 
-    engine = SimpleNamespace(get_supported_tasks=tuple, input_processor=SimpleNamespace(process_inputs=processed))
+    engine = engine_of("gemma3", processed)
     pictures = pictures_of([png(0)])
     text, _ = reader.expanded(f"Look:\n{reader.processor.image_token}\nWhat?", pictures)
     ids = np.array(tokenizer(text)["input_ids"])

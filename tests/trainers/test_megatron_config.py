@@ -880,6 +880,7 @@ def test_a_mixture_without_what_its_family_has_is_not_known() -> None:
     [
         ({"lora_kwargs": {"use_dora": True}}, "does not know .*use_dora"),
         ({"lora_target_modules": ["lm_head"]}, "target_modules has 'lm_head'"),
+        ({"lora_kwargs": {"modules_to_save": ["vit", "aligner"]}}, "has vit, but the model .* has no vision tower"),
         ({"lora_kwargs": {"modules_to_save": ["norm"]}}, "has 'norm', but with backend: megatron an adapter has only"),
     ],
 )

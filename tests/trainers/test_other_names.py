@@ -150,6 +150,21 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
         "backend: megatron\ntuner_type: lora\nmodules_to_save: word_embeddings output_layer",
         MEGATRON | {"tuner_type": "lora", "lora_kwargs": {"modules_to_save": ["embed_tokens", "lm_head"]}},
     ),
+    (
+        SFTConfig,
+        "tuner_type: lora_llm\nfreeze_vit: true\nlora_dropout: 0.1\nvit_lr: 1.0e-5\ndefaults: trl",
+        {"tuner_type": "lora", "lora_kwargs": {"modules_to_save": ["vit", "aligner"]}, "vit_lr": 1e-5},
+    ),
+    (
+        SFTConfig,
+        "backend: megatron\ntuner_type: lora\ntarget_modules: all-linear all-router\ndefaults: trl",
+        MEGATRON | {"tuner_type": "lora", "lora_kwargs": {"target_parameters": ["mlp.gate.weight"]}},
+    ),
+    (
+        SFTConfig,
+        "backend: megatron\ntuner_type: lora_llm\nlora_dropout: 0.1\ndefaults: trl",
+        MEGATRON | {"tuner_type": "lora", "lora_kwargs": {"modules_to_save": ["vit", "aligner"]}, "lora_dropout": 0.1},
+    ),
     (SFTConfig, "model_kwargs: {max_pixels: 1003520, FPS_MAX_FRAMES: 12}", {}),  # a language model sees nothing
     (SFTConfig, "model_kwargs: {}", {}),
     (SFTConfig, "modules_to_save: [lm_head]", {}),  # every weight is trained

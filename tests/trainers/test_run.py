@@ -364,6 +364,27 @@ def test_a_run_whose_step_hangs_after_sigterm_names_the_checkpoint_to_go_on_from
     assert "stopped in a step or in saving that did not end, and not saved" in (tmp_path / "run.json").read_text()
 
 
+def test_a_process_that_cannot_reach_process_0_tells_itself_where_it_hangs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As between nodes without a common key."""
+    monkeypatch.setattr("trainers.run.run.pass_end_on", lambda: False)
+
+    def hang(run: Run) -> None:
+        assert run.trackers is not None
+        run.trackers.close()
+        run.trackers = None  # process 0 alone has them
+        with run.signals.watch.step():
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(100)
+
+    with pytest.raises(StepGivenUp), opened(tmp_path, stop_grace_s=0.1) as run:
+        hang(run)
+    told = capfd.readouterr().err
+    assert "time.sleep(100)" in told
+    assert "stopped after step 0 of 9; nothing is saved" in told
+
+
 def test_a_run_whose_checkpoint_hangs_after_sigterm_ends_with_the_one_before(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

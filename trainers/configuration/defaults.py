@@ -181,7 +181,7 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         Default("learning_rate", _learning_rate, SFT),
         Default("lr_scheduler_type", "cosine", ARGUMENTS),
         Default("weight_decay", 0.1, ARGUMENTS),
-        Default("adam_beta2", 0.95, ARGUMENTS, lambda keys: str(keys.get("optim")).startswith("adamw")),
+        Default("adam_beta2", 0.95, ARGUMENTS, lambda keys: str(keys.get("optim")).startswith(("adamw", "muon"))),
         Default("per_device_train_batch_size", 1, ARGUMENTS, _counts_rows),
         Default("gradient_accumulation_steps", _accumulation, ARGUMENTS, _counts_steps),
         Default("global_batch_size", SEQUENCES_A_STEP, MEGATRON, _is_megatron),

@@ -222,8 +222,9 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     # Optimization
     learning_rate: float = 2e-5
     """Learning rate of the optimizer after warm-up."""
-    optim: Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "rmsprop", "adagrad"] = "adamw_torch"
-    """An optimizer, by its name in transformers. On a GPU, both names of AdamW mean the fused one."""
+    optim: Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "rmsprop", "adagrad", "muon"] = "adamw_torch"
+    """transformers' names of optimizers; on a GPU either AdamW is fused. muon: of matrices (arXiv 2502.16982), AdamW of
+    the other weights, of embeddings and the head."""
     optim_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer, such as {momentum: 0.9} for sgd."""
     weight_decay: float = 0.0
@@ -511,11 +512,11 @@ def megatron_settings(config: TrainConfig) -> MegatronSettings:
 
 def _check_adapter(config: TrainConfig) -> None:
     """Raises ConfigError for LoRA and optimizer keys that nobody would read, and sharding keys that say two things."""
-    if not config.optim.startswith("adamw"):
+    if config.optim != "muon" and not config.optim.startswith("adamw"):
         unread(config, f"optim is {config.optim}", "adam_beta1", "adam_beta2", "adam_epsilon")
-    if config.optim == "adafactor" and config.fsdp_sharding_strategy == "full_shard":
+    if config.optim in ("adafactor", "muon") and config.fsdp_sharding_strategy == "full_shard":
         raise ConfigError(
-            "optim: adafactor needs whole weights, which are not sharded: set fsdp_sharding_strategy: no_shard"
+            f"optim: {config.optim} needs whole weights, which are sharded. Set fsdp_sharding_strategy: no_shard"
         )
     check_tuner(config, backend=config.backend, max_steps=config.max_steps)
     if config.tuner_type == "full":

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rayhelper import ConfigError
+from trainers.configuration.tuners import trained_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ def vision_settings(config: Any, *, trains: bool = True) -> dict[str, Any]:
     processing = {"processing": config.image_processor_kwargs, "videos": config.video_processor_kwargs}
     if not trains:
         return processing
-    unsaid = config.has_adapter or config.backend == "megatron"
+    unsaid = not trained_parts(config) and (config.has_adapter or config.backend == "megatron")
     frozen = {
         "vit": unsaid if config.freeze_vit is None else config.freeze_vit,
         "aligner": unsaid if config.freeze_aligner is None else config.freeze_aligner,
@@ -67,6 +68,10 @@ def check_vision(config: VisionConfig) -> None:
             raise ConfigError(f"{name} must be at least 0; got {value}")
     if config.max_pixels is not None and config.max_pixels < 1:
         raise ConfigError(f"max_pixels must be at least 1; got {config.max_pixels}")
+    if trained_parts(config) and (config.freeze_vit or config.freeze_aligner):
+        raise ConfigError(
+            "lora_kwargs: modules_to_save has vit and aligner, but freeze_vit or freeze_aligner is true. Remove one."
+        )
     told = vision_settings(config)
     if len(told["frozen"]) == 3:
         raise ConfigError(

@@ -60,6 +60,9 @@ class DPOConfig(ReferenceConfig):
     """Weigh each pair by how likely the policy is to write it (WPO, arXiv 2406.11827)."""
     discopop_tau: float = 0.05
     """Temperature of the mixture in loss type discopop."""
+    bco_shift: bool = False
+    """In bco_pair, subtract from rewards their mean over all steps so far, with the present one (BCO, arXiv
+    2404.04656)."""
 
     # Reference
     reference_free: bool = False
@@ -99,9 +102,12 @@ def check_dpo(config: DPOConfig) -> None:
     for name, user, is_used in (
         ("f_alpha_divergence_coef", "f_divergence_type: alpha_divergence", "alpha" in config.f_divergence_type),
         ("discopop_tau", "loss_type: discopop", "discopop" in types),
+        ("bco_shift", "loss_type: bco_pair", "bco_pair" in types),
     ):
         if getattr(config, name) != defaults[name] and not is_used:
             raise ConfigError(f"{name} is {getattr(config, name)}, which only {user} uses; set that, or remove it")
+    if config.bco_shift and config.ld_alpha is not None:
+        raise ConfigError("bco_shift is a mean over whole completions, and ld_alpha weighs their tokens. Remove one.")
     _check_loss(config, types, weights)
 
 

@@ -151,6 +151,7 @@ def preference_loss(
     f_alpha_divergence_coef: float = 0.5,
     ld_alpha: float | None = None,
     discopop_tau: float = 0.05,
+    bco_shift: float = 0.0,
 ) -> tuple[torch.Tensor, PreferenceDiagnostics]:
     """The loss of the DPO family, a scalar that adds up over the step, and its diagnostics.
 
@@ -214,6 +215,7 @@ def preference_loss(
             f_divergence_type=f_divergence_type,
             f_alpha_divergence_coef=f_alpha_divergence_coef,
             discopop_tau=discopop_tau,
+            bco_shift=bco_shift,
         )
         loss = loss + weight * (losses_B * weights_B).sum() / (num_pairs or 1.0)
     return loss, _preference_diagnostics(chosen_totals, rejected_totals, beta)
@@ -327,6 +329,7 @@ def pair_losses(
     f_divergence_type: FDivergenceType = "reverse_kl",
     f_alpha_divergence_coef: float = 0.5,
     discopop_tau: float = 0.05,
+    bco_shift: float = 0.0,
 ) -> torch.Tensor:
     """The loss of each pair (B,); for aot, of each rank in the sorted order. All types but sft, which has none.
 
@@ -344,7 +347,7 @@ def pair_losses(
     robust             (-(1 - e) s(m) + e s(-m)) / (1 - 2e) (arXiv 2403.00409)
     discopop           -s(m) (1 - w) + exp(-m) w, w = sigmoid(m / tau) (arXiv 2406.08414, eq. 5)
     nca_pair           -s(beta c) - s(-beta c) / 2 - s(-beta r) / 2 (arXiv 2402.05369)
-    bco_pair           -s(beta c) - s(-beta r) (arXiv 2404.04656, without its shift of the rewards, as in TRL)
+    bco_pair           -s(beta c - d) - s(d - beta r), d = ``bco_shift`` (arXiv 2404.04656; TRL has no shift)
     sppo_hard          (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2 (arXiv 2405.00675)
     apo_zero           1 - sigmoid(beta c) + sigmoid(beta r) (arXiv 2408.06266, eq. 7)
     apo_down           sigmoid(beta c) + 1 - sigmoid(beta (c - r)) (arXiv 2408.06266, eq. 8)
@@ -383,7 +386,7 @@ def pair_losses(
         case "nca_pair":
             return -logsigmoid(beta * c) - 0.5 * logsigmoid(-beta * c) - 0.5 * logsigmoid(-beta * r)
         case "bco_pair":
-            return -logsigmoid(beta * c) - logsigmoid(-beta * r)
+            return -logsigmoid(beta * c - bco_shift) - logsigmoid(bco_shift - beta * r)
         case "sppo_hard":
             return (c - 0.5 / beta).square() + (r + 0.5 / beta).square()
         case "apo_zero":

@@ -104,8 +104,6 @@ def videos_mistake(config: Any, model: str, beside: Mapping[str, str]) -> str | 
     """
     if not hasattr(config, "video_processor_kwargs"):
         return "sampling shows no videos to a model. Take rows without videos"
-    if config.backend != "fsdp":
-        return f"backend: {config.backend} shows no videos to a model. Write backend: fsdp"
     for key in ("rollout_engine", "teacher_engine"):
         if getattr(config, key, "hf") == "vllm":
             return f"{key}: vllm shows no videos to a model. Write {key}: hf"

@@ -59,6 +59,8 @@ class SFTConfig(TrainConfig):
     neftune_noise_alpha / sqrt(length of a row x hidden size). null or 0: no noise. It needs backend: fsdp."""
     per_device_eval_batch_size: int = 8
     """Sequences that a worker passes through the model at once in evaluation."""
+    max_eval_sequences: int | None = None
+    """Evaluate at most this number of sequences, the first ones; with packing, of packs. null: all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,7 +77,9 @@ class SFTConfig(TrainConfig):
                 "neftune_noise_alpha: the noise depends on the length of an input, and other systems join packed "
                 "rows into one input. Set padding_free: true, or per_device_train_batch_size: 1"
             )
-        at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size")
+        at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size", "max_eval_sequences")
+        if self.max_eval_sequences is not None and not self.evaluates:
+            raise ConfigError("max_eval_sequences is set, but nothing is evaluated. Give eval_dataset, or remove it.")
         try:
             scale = parsed(self.loss_scale)
         except ValueError as error:

@@ -303,11 +303,11 @@ class Exchange:
     @contextlib.contextmanager
     def hearing_of_the_end(self, note: Callable[[], None]) -> Iterator[None]:
         """Inside, ``note`` is called when another process passes on that the run shall end."""
-        self.note_end = note
+        before, self.note_end = self.note_end, note
         try:
             yield
         finally:
-            self.note_end = None
+            self.note_end = before
 
     def pass_end_on(self) -> bool:
         """Tells process 0 that the run shall end, or on process 0 all others. Whether process 0 knows it now."""

@@ -42,6 +42,9 @@ def model_arguments(model: Any, inputs: Inputs, way: Way | None) -> dict[str, An
         ConfigError: rows hold several documents, and the model has no way to keep them apart.
     """
     config = model.config.get_text_config()
+    if inputs.sees_BTT is not None:
+        mask = inputs.sees_BTT[:, None]
+        return {"input_ids": inputs.input_ids_BT, "position_ids": inputs.position_ids_BT, "attention_mask": mask}
     arguments = {"input_ids": inputs.input_ids_BT, **packed_arguments(config, inputs)}
     if inputs.seen is not None:
         arguments |= picture_arguments(model, inputs.seen)

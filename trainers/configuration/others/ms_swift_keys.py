@@ -32,6 +32,19 @@ OF_PICTURES = frozenset(  # of model_kwargs: what images, videos and sounds beco
     video_max_slice_nums video_max_token_num video_min_pixels video_min_token_num video_segments video_total_pixels
     """.split()
 )
+TEMPLATES = {  # of ms-swift's own, which are no model's, in Jinja (swift/template/templates/llm.py)
+    "default": (
+        "{% if tools %}{{ raise_exception('template: default shows no tools') }}{% endif %}{{ bos_token }}"
+        "{% set has_system = messages[0]['role'] == 'system' %}"
+        "{% set system = messages[0]['content'] if has_system else 'You are a helpful assistant.' %}"
+        "{% if system %}{{ system + '\\n\\n' }}{% endif %}"
+        "{% for message in (messages[1:] if has_system else messages) %}"
+        "{% if message['role'] == 'user' %}{{ '### Human:\\n' + message['content'] + '\\n\\n### Assistant:\\n' }}"
+        "{% elif message['role'] == 'assistant' %}"
+        "{{ message['content'] }}{{ eos_token if loop.last else '\\n\\n' }}"
+        "{% else %}{{ raise_exception('template: default has no role ' + message['role']) }}{% endif %}{% endfor %}"
+    )
+}
 FSDP2 = {  # ms-swift's swift/config/fsdp2.json
     "fsdp_sharding_strategy": "full_shard",
     "fsdp_reshard_after_forward": True,
@@ -57,6 +70,7 @@ def translate_ms_swift(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     _optimizer(given)
     _fsdp(given)
     _checkpoints(given)
+    _evaluation_steps(given, defaults)
     _templates(given)
     _best_checkpoint(given)
     _model_arguments(given)
@@ -98,6 +112,24 @@ def room_for_prompts(given: GivenKeys) -> None:
         given.values["max_prompt_length"] = min(prompt, whole - 1)
 
 
+def _evaluation_steps(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    """Megatron's ``eval_iters`` are batches of an evaluation, each as large as a training step."""
+    name, size = "eval_iters", given.get("global_batch_size", defaults.get("global_batch_size"))
+    count = given.get(name)
+    if not given.foreign(name) or "max_eval_sequences" not in given.known or type(count) is not int or count < 1:
+        return
+    if not (given.get("eval_dataset") or given.get("split_dataset_ratio")):
+        given.take(name)
+        given.notes[name] = "there is no eval_dataset"
+    elif type(size) is int:
+        given.put("max_eval_sequences", count * size, name)
+        del given.values[name]
+        given.notes[name] = (
+            f"each evaluation has the first {count * size} sequences, and none twice; one of ms-swift continues behind "
+            "the last one, and begins again where they end"
+        )
+
+
 def _best_checkpoint(given: GivenKeys) -> None:
     """What ms-swift calls the accuracy of a classifier."""
     if "num_labels" in given.known and given.get("metric_for_best_model") in ("acc", "eval_acc"):
@@ -114,7 +146,10 @@ def _model_arguments(given: GivenKeys) -> None:
 
 
 def _templates(given: GivenKeys) -> None:
-    """Tools in the form of Hermes are what the chat templates of Qwen and others write."""
+    """Templates that are no model's own. Tools in the form of Hermes are what those of Qwen and others write."""
+    if given.foreign("template") and "chat_template" in given.known and str(given.get("template")) in TEMPLATES:
+        given.put("chat_template", TEMPLATES[given.get("template")], "template")
+        given.values.pop("template", None)
     if given.foreign("agent_template") and given.get("agent_template") == "hermes":
         given.take("agent_template")
         given.notes["agent_template"] = "tools are written as the model's own chat template writes them"
@@ -196,6 +231,20 @@ def _experts(given: GivenKeys) -> None:
 
 def _optimizer(given: GivenKeys) -> None:
     """Megatron's optimizer in the memory of the host, and its states in other precisions."""
+    name = "optimizer"
+    if given.foreign(name) and "optim" in given.known and given.get("backend") != "megatron":
+        value = given.get(name)
+        if value == "muon":
+            given.put("optim", given.take(name), name)
+            if not {"deepspeed", "fsdp", "fsdp_sharding_strategy"} & given.values.keys():
+                given.put("fsdp_sharding_strategy", "no_shard", name)  # as its weights lie there too
+        elif value == "muonclip":
+            given.take(name)
+            given.refuse(
+                name,
+                "optimizer muonclip is not supported: it clips queries and keys by the largest score of attention, "
+                "which torch's attention does not give. Write optim: muon, and remove optim_args",
+            )
     name = "optimizer_cpu_offload"
     if given.foreign(name) and "optimizer_offload" in given.known and given.get(name) is True:
         given.take(name)

@@ -14,8 +14,10 @@ from trainers.configuration.others.other_names import KNOWN_TUNERS, QUANTIZED
 from trainers.configuration.reading.given_keys import GivenKeys
 
 BONE, MISS = "bone", "miss"  # two names of one tuner
+OF_LANGUAGE = "lora_llm"
+ALL_ROUTER, ROUTER = "all-router", "mlp.gate.weight"  # ms-swift's word, and peft's name of a router's weight
 OTHER_TUNERS = (  # of ms-swift and peft
-    *("adapter", "llamapro", "loha", "lokr", "longlora", "lora_llm", "oft", "prefix_tuning", "prompt_tuning"),
+    *("adapter", "llamapro", "loha", "lokr", "longlora", "oft", "prefix_tuning", "prompt_tuning"),
     *("p_tuning", "qlora", "reft"),
 )
 OF_LORA = {"use_rslora": "use_rslora", "use_dora": "use_dora", "init_weights": "init_lora_weights"}
@@ -70,6 +72,9 @@ def translate_tuner(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
             f"{written} {tuner} is not supported: of tuners there are {KNOWN_TUNERS}. Write tuner_type: {meant}",
         )
         tuner = "lora"
+    elif tuner == OF_LANGUAGE:
+        tuner = given.values["tuner_type"] = "lora"
+        _whole_tower(given)
     elif tuner == BONE:
         tuner = given.values["tuner_type"] = MISS
     is_ms_swift = defaults.get("defaults") == "ms-swift"
@@ -79,11 +84,27 @@ def translate_tuner(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     _modules_to_save(given, tuner)
 
 
+def _whole_tower(given: GivenKeys) -> None:
+    """ms-swift's lora_llm: vision tower and aligner learn themselves beside an adapter of the language model."""
+    for name in [name for name in ("freeze_vit", "freeze_aligner", "freeze_llm") if name in given.values]:
+        given.take(name)
+        given.notes[name] = f"tuner_type is {OF_LANGUAGE}: vision tower and aligner learn themselves"
+    if given.get("backend") != "megatron" and given.get("lora_dropout", 0.0) != 0.0:
+        given.take("lora_dropout")
+        given.notes["lora_dropout"] = f"tuner_type is {OF_LANGUAGE}, which does not read it"
+    if given.get("backend") != "megatron":
+        given.put("lora_dropout", 0.0, "tuner_type")
+    given.put_inner("lora_kwargs", "modules_to_save", ["vit", "aligner"], "tuner_type")
+
+
 def _megatron_layers(given: GivenKeys) -> None:
     """Megatron's names of layers, by the names in a checkpoint: each of these has an adapter of its own."""
     name = "lora_target_modules"
     listed = given.get(name)
     names = listed.split() if isinstance(listed, str) else listed
+    if given.get("backend") == "megatron" and isinstance(names, list) and ALL_ROUTER in names:
+        names = given.values[name] = [one for one in names if one != ALL_ROUTER]
+        given.put_inner("lora_kwargs", "target_parameters", [ROUTER], name)
     if given.get("backend") != "megatron" or not isinstance(names, list) or not set(OF_MEGATRON) & {*map(str, names)}:
         return
     given.values[name] = [one for layer in names for one in OF_MEGATRON.get(str(layer), (layer,))]

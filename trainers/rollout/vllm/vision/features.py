@@ -32,6 +32,11 @@ from trainers.rollout.vllm.vision.rotations import rotation_overrides
 
 NEEDED = {"smolvlm": (("num2words", "SmolVLM's processor"),)}  # packages, beside torchvision
 NEVER = -100.0  # nats: the most that vLLM lets a bias take from a logit
+UNLIKE = {  # kinds of which vLLM (0.32) and transformers (5.19) compute other numbers, and why
+    "paddleocr_vl": "between the learned positions of patches vLLM interpolates without aligning the corners, and "
+    "transformers aligns them",
+}
+CUT_ALONE = ("llava_onevision",)  # a picture beside others is not cut into parts by transformers
 Known = list[tuple[np.ndarray, Any]]  # of each picture: its tokens, and vLLM's feature
 
 
@@ -58,6 +63,11 @@ def check_pictures(configuration: Any, key: str = "rollout_engine") -> None:
                 f"{key}: vllm needs {package} for {why}, and it is not installed. Run "
                 f"pip install {package}{version}, or write hf."
             )
+    if configuration.model_type in UNLIKE:
+        raise ConfigError(
+            f"{key}: vllm gives other numbers for {configuration.model_type} than the trainer: "
+            f"{UNLIKE[configuration.model_type]}. Write hf."
+        )
     rotation_overrides(configuration)
 
 
@@ -96,15 +106,22 @@ class Features:
         self.picture_ids = processor.seen_token_ids
         self.place_ids = tokenizer(processor.image_token, add_special_tokens=False)["input_ids"]
         self.tasks = engine.get_supported_tasks()
+        self.kind = str(engine.model_config.hf_config.model_type)
         self._kept = Kept(_num_bytes)
 
     def of(self, pictures: Pictures, prompt_ids: np.ndarray, *, salt: str) -> list[Any]:
         """vLLM's features of the pictures, at the places of their tokens in ``prompt_ids``.
 
         Raises:
-            ConfigError: vLLM gives a picture other tokens than the prompt has, or takes fewer pictures.
+            ConfigError: vLLM gives a picture other tokens than the prompt has, takes fewer pictures, or cuts them up
+                otherwise than the trainer.
         """
         flat = tuple(chain.from_iterable(documents_of(pictures))) if pictures else ()
+        if self.kind in CUT_ALONE and len(flat) > 1:
+            raise ConfigError(
+                f"vLLM cuts every picture of a prompt into parts, and {self.kind} is trained with parts only where a "
+                f"picture is alone; a prompt has {len(flat)}. Write rollout_engine: hf, or give prompts one picture."
+            )
         assert not has_videos(flat), "rows with videos are refused where they are read"
         known = self._known(flat)
         found: list[Any] = []

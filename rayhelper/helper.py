@@ -96,14 +96,14 @@ class RayHelper:
         execute: Literal["first", "all"] = "all",
         collect: Literal["none", "flatten"] | Callable[..., Any] = "none",
     ) -> _Function:
-        """Method decorator: the role it belongs to, and how its calls travel when that role runs elsewhere.
+        """Method decorator: the role of the method, and how its calls are sent if the role runs on workers.
 
         Args:
             group: The role; 'driver' for methods that only the driver runs; 'own', in a base class without roles, for
                 methods that have the one role of the class that inherits them.
             dispatch: 'all' sends the arguments to every worker, 'slice' cuts them along their first dimension, a
                 callable ``f(n, i, data)`` returns what shard i of n gets, ``RayHelper.balanced(...)`` cuts by cost.
-            execute: 'all' calls every worker, 'first' worker 0 alone.
+            execute: 'all' calls every worker, 'first' only worker 0.
             collect: 'none' gives the list of the shard leaders' values, 'flatten' joins them, a callable gets the list.
 
         Raises:
@@ -124,11 +124,11 @@ class RayHelper:
 
         Args:
             device_groups: Either form of the configuration, as a mapping or a JSON or YAML string.
-            runtime: 'ray'; 'torchrun', where every process runs this code; 'inprocess', workers simulated one after
-                the other; or 'off', where of the groups ``timeout_s`` alone counts.
+            runtime: 'ray'; 'torchrun', where every process runs this code; 'inprocess', workers simulated one after the
+                other; or 'off', where only ``timeout_s`` of the groups has an effect.
             ray_address: A cluster to join; None joins RAY_ADDRESS if set, else starts a cluster on this machine.
             trace: A .json or .json.gz file: the timeline of every call, written at teardown.
-            strict: With 'inprocess': what would differ on Ray is an error.
+            strict: With 'inprocess': code that would behave differently on Ray raises an error.
 
         Raises:
             ConfigError: a mistake in the configuration, found before any process starts.
@@ -157,7 +157,7 @@ class RayHelper:
         trace: str | os.PathLike[str] | None = None,
         strict: bool = False,
     ) -> Iterator[None]:
-        """``initialize`` as a context manager: the workers are stopped when it is left, however it is left."""
+        """``initialize`` as a context manager. The workers are stopped at its end, also after an exception."""
         RayHelper.initialize(device_groups, runtime=runtime, ray_address=ray_address, trace=trace, strict=strict)
         try:
             yield
@@ -167,11 +167,12 @@ class RayHelper:
     @staticmethod
     @contextlib.contextmanager
     def local() -> Iterator[None]:
-        """Inside, this process is as with Ray off: what is constructed here runs here, in every role.
+        """A context in which this process is as with Ray off: objects that are constructed here run here, in every
+        role.
 
-        For a short piece of work beside a running session, such as preparing a model on the driver. What was
-        constructed outside keeps its workers; what is constructed inside cannot be used after, and is no part of an
-        object whose ``__init__`` runs. Holds for all threads.
+        Use it for a short piece of work during a session, such as preparing a model on the driver. Objects from outside
+        keep their workers. Objects that are constructed inside cannot be used afterwards, and are no parts of an object
+        whose ``__init__`` runs. It applies to all threads.
         """
         outer, state.active = state.active, None
         token = begin_apart()
@@ -190,7 +191,7 @@ class RayHelper:
 
     @staticmethod
     def current() -> WorkerInfo:
-        """Who this process is. With Ray off: the one worker of everything."""
+        """The role, rank and group of this process. With Ray off: one worker with all roles."""
         if state.active is None:
             return OFF
         return state.active.current()
@@ -240,7 +241,7 @@ class RayHelper:
 
     @staticmethod
     def as_completed(waiting: Iterable[Future[R]]) -> Iterator[Future[R]]:
-        """The futures, each as soon as it is done."""
+        """An iterator over the futures, each as soon as it is done."""
         return futures.as_completed(waiting)
 
 

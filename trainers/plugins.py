@@ -78,7 +78,7 @@ class Registry(Mapping[str, Any]):
         self.entries: dict[str, _Entry] = {}
 
     def register(self, name: str) -> Callable[[ObjectT], ObjectT]:
-        """A decorator that stores what it decorates under ``name`` and returns it unchanged.
+        """A decorator that stores the decorated object under ``name`` and returns it unchanged.
 
         Raises ValueError if another file, or another object of the same file, has the name already.
         """

@@ -223,8 +223,8 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     learning_rate: float = 2e-5
     """Learning rate of the optimizer after warm-up."""
     optim: Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "rmsprop", "adagrad", "muon"] = "adamw_torch"
-    """transformers' names of optimizers; on a GPU either AdamW is fused. muon: of matrices (arXiv 2502.16982), AdamW of
-    the other weights, of embeddings and the head."""
+    """An optimizer, by its name in transformers. On a GPU, both names of AdamW mean the fused one. muon: Muon for
+    matrices (arXiv 2502.16982), and AdamW for embeddings, the head and all other weights."""
     optim_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer, such as {momentum: 0.9} for sgd."""
     weight_decay: float = 0.0
@@ -560,10 +560,10 @@ def _check_schedule(name: str, kwargs: dict[str, Any]) -> None:
 
 
 def sequences_per_step(config: TrainConfig, num_shards: int, saved_order: Mapping[str, Any] | None = None) -> int:
-    """Sequences that one optimizer step learns from, over all workers. Those of a shard hold one model together.
+    """Sequences that one optimizer step learns from, over all workers. Workers of a shard hold one model together.
 
-    A resumed run (``saved_order``: see ``run.saved_order``) keeps those it began with, however many workers it has now,
-    unless the configuration says them outright.
+    A resumed run (``saved_order``: see ``run.saved_order``) keeps its number with any number of workers, unless the
+    configuration sets it directly.
     """
     if config.global_batch_size is not None:
         return config.global_batch_size
@@ -573,7 +573,7 @@ def sequences_per_step(config: TrainConfig, num_shards: int, saved_order: Mappin
 
 
 def order_of(config: TrainConfig) -> dict[str, Any]:
-    """What ``data.rows.Batches`` is told of the order in which a run goes through its rows."""
+    """The arguments of ``data.rows.Batches`` that decide the order of the rows."""
     return {"seed": config.seed, "shuffle": config.shuffle_dataset, "drop_last": config.dataloader_drop_last}
 
 

@@ -40,8 +40,8 @@ TOKENIZED_AT_ONCE = 1024  # prompts
 
 
 def check_before_start(config: TrainConfig, groups: DeviceGroups | None) -> None:
-    """Raises ConfigError for what is not there or damaged, for what megatron cannot do, and for a model, a tokenizer,
-    workers and arguments that do not go together."""
+    """Raises ConfigError for missing or damaged files, for settings that megatron does not support, and for a model, a
+    tokenizer, workers and arguments that do not fit together."""
     with mistakes_of("external_plugins"):
         load_plugins(config.external_plugins)
     check_known(config.report_to)
@@ -67,9 +67,10 @@ def num_train_shards(config: TrainConfig, groups: DeviceGroups | None, role: str
 
 
 def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> None:
-    """Raises ConfigError for an engine that is not there, a field it lacks, or a placement it cannot work in.
+    """Raises ConfigError for an engine that is not installed, an unknown field, or a placement that it does not
+    support.
 
-    Warns of keys that have no effect where role rollout has devices of its own.
+    Warns of keys that have no effect if role rollout has its own devices.
     """
     if config.rollout_engine == "vllm":
         from trainers.rollout.vllm.adapter import check_adapter

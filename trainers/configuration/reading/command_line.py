@@ -62,7 +62,7 @@ read_from: ContextVar[tuple[Any, Mapping[str, str], Mapping[str, str]]] = Contex
 
 
 def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | None = None) -> ConfigT:
-    """What ``read_config`` gives, without the line."""
+    """The configuration of ``read_config``, without the line for the log."""
     return read_config(config_type, argv, prog)[0]
 
 

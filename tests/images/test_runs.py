@@ -310,8 +310,8 @@ def test_a_language_model_has_no_picture_to_look_at(tmp_path: Path) -> None:
         SFTTrainer(sft_config(language, tmp_path, dataset=rows, **KEYS))
     with pytest.raises(ConfigError, match="freeze_llm is true, but the model has no vision tower"):
         SFTTrainer.check(sft_config(language, tmp_path, freeze_llm=True), None)
+    keys = {"tuner_type": "lora", "lora_kwargs": {"modules_to_save": ["vit", "aligner"]}}
     with pytest.raises(ConfigError, match="modules_to_save has vit, but the model has no vision tower"):
-        keys = {"tuner_type": "lora", "lora_kwargs": {"modules_to_save": ["vit", "aligner"]}}
         SFTTrainer.check(sft_config(language, tmp_path, **keys), None)
 
 

@@ -190,7 +190,7 @@ def test_the_end_says_that_an_adapter_is_merged_and_where_it_is_alone(
     for name, tuner in (("lora", {"tuner_type": "lora", "lora_rank": 2}), ("full", {})):
         folder = tmp_path / name
         SFTTrainer(SFTConfig(model=model, output_dir=str(folder), **keys, **tuner)).train()
-        said = f"is merged into the weights of this model. It is also in {folder / 'final' / 'adapter'}"
+        said = f"is merged into this model, and is also in {folder / 'final' / 'adapter'}"
         assert (said in capsys.readouterr().out) is (name == "lora")
         assert (folder / "final" / "adapter" / "adapter_model.safetensors").is_file() is (name == "lora")
 

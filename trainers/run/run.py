@@ -452,7 +452,7 @@ class Run:
     def load_best(self, load: SaveFunction) -> None:
         """Loads the model of the best checkpoint, unless the last evaluation is better or is of that model."""
         if self.best.is_beaten_by(self.last_evaluation):
-            logger.info("load_best_model_at_end: the final model comes from the last step, which is the best one")
+            logger.info("load_best_model_at_end: the final model comes from the last step, which is the best")
             return
         assert self.best.checkpoint is not None
         folder = self.output_dir / self.best.checkpoint
@@ -540,7 +540,7 @@ class Run:
             self.trackers.console.write(f"the model is in {folder}")
             if (folder / "adapter").is_dir():  # LoRA's, as a backend exports it
                 self.trackers.console.write(
-                    f"the adapter is merged into the weights of this model. It is also in {folder / 'adapter'}"
+                    f"the adapter is merged into this model, and is also in {folder / 'adapter'}"
                 )
             if best := self.best.told(self.output_dir):
                 self.trackers.console.write(best)

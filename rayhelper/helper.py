@@ -99,10 +99,10 @@ class RayHelper:
         """Method decorator: the role of the method, and how its calls are sent if the role runs on workers.
 
         Args:
-            group: The role; 'driver' for methods that only the driver runs; 'own', in a base class without roles, for
-                methods that have the one role of the class that inherits them.
-            dispatch: 'all' sends the arguments to every worker, 'slice' cuts them along their first dimension, a
-                callable ``f(n, i, data)`` returns what shard i of n gets, ``RayHelper.balanced(...)`` cuts by cost.
+            group: The role. 'driver': only the driver runs the method. 'own', in a base class without roles: the only
+                role of the class that inherits the method.
+            dispatch: 'all' sends the arguments to every worker. 'slice' cuts them along their first dimension. A
+                callable ``f(n, i, data)`` returns the data of shard i of n. ``RayHelper.balanced(...)`` cuts by cost.
             execute: 'all' calls every worker, 'first' only worker 0.
             collect: 'none' gives the list of the shard leaders' values, 'flatten' joins them, a callable gets the list.
 
@@ -124,8 +124,8 @@ class RayHelper:
 
         Args:
             device_groups: Either form of the configuration, as a mapping or a JSON or YAML string.
-            runtime: 'ray'; 'torchrun', where every process runs this code; 'inprocess', workers simulated one after the
-                other; or 'off', where only ``timeout_s`` of the groups has an effect.
+            runtime: 'ray'. 'torchrun': every process runs this code. 'inprocess': workers are simulated, one after the
+                other. 'off': only ``timeout_s`` of the groups has an effect.
             ray_address: A cluster to join; None joins RAY_ADDRESS if set, else starts a cluster on this machine.
             trace: A .json or .json.gz file: the timeline of every call, written at teardown.
             strict: With 'inprocess': code that would behave differently on Ray raises an error.
@@ -167,8 +167,7 @@ class RayHelper:
     @staticmethod
     @contextlib.contextmanager
     def local() -> Iterator[None]:
-        """A context in which this process is as with Ray off: objects that are constructed here run here, in every
-        role.
+        """A context in which this process is as with Ray off: objects that it constructs run here, in every role.
 
         Use it for a short piece of work during a session, such as preparing a model on the driver. Objects from outside
         keep their workers. Objects that are constructed inside cannot be used afterwards, and are no parts of an object

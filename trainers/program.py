@@ -133,14 +133,15 @@ def _help_of(words: Sequence[str]) -> str:
         return (
             f"usage: {program_name()} {words[0]} COMMAND [FILE] [--key VALUE ...]\nA command of ms-swift, with its "
             f"keys and defaults. COMMAND is one of {', '.join(known)}.\n"
-            f"Help of one: {program_name()} {words[0]} sft --help"
+            f"Help of one command: {program_name()} {words[0]} sft --help"
         )
     is_rlhf = words[0] == RLHF or (words[0] in PROGRAMS and words[1] == RLHF)
     if asks and is_rlhf and not any(word.partition("=")[0] in ("--rlhf_type", "--config") for word in words):
         of_what = " ".join(words[: 1 + (words[0] in PROGRAMS)])
         return (
             f"usage: {program_name()} {of_what} --rlhf_type TYPE [--config FILE] [--key VALUE ...]\nThe trainer that "
-            f"TYPE names: {', '.join(rlhf_types())}.\nHelp of one: {program_name()} {of_what} --rlhf_type dpo --help"
+            f"TYPE names: {', '.join(rlhf_types())}.\n"
+            f"Help of one type: {program_name()} {of_what} --rlhf_type dpo --help"
         )
     return ""
 

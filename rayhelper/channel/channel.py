@@ -81,8 +81,8 @@ class Channel:
     transport: how the bytes are sent. ``auto`` takes the first that fits of cuda_ipc, nccl, shared_memory, gloo.
         ``local``: sender and receivers are one process. ``auto`` takes it in the process that made the channel. If the
         driver itself sends to its workers, or receives from one, name another transport.
-    host: the address at which the workers reach this process. None: loopback if all workers seem to be on this machine,
-        else the address from which this machine reaches the others.
+    host: the address at which the workers reach this process. None: loopback if all workers seem to be on this machine.
+        Otherwise the address from which it reaches other machines.
     name: for messages.
     authenticate_payload: whether gloo's buckets carry a code that only the channel's key can make. It costs both sides
         1 s for 1.2 GB on each core that hashes, with up to four cores. False: somebody who can reach the ports of a
@@ -170,8 +170,8 @@ class Channel:
     def is_offered(self) -> bool:
         """Whether the sender has begun a round that this process has not received: If True, ``receive`` need not wait.
 
-        For receivers with other work. In processes other than the sender's it is True only from the second round on,
-        because both sides first have to meet.
+        For receivers with other work. Outside of the sender's process it is True only from the second round on: both
+        sides first have to meet.
 
         Raises:
             ChannelError: the sender failed or died, or the channel was closed.

@@ -122,8 +122,8 @@ def topk_jsd(
     Without it, both sides are renormalised over the K, which ignores mass elsewhere: K=1 is always 0.
 
     ``teacher_logps_NK`` are over the whole vocabulary, at ``teacher_temperature``: 1 for values of inference servers.
-    Without the tail, they are converted exactly to any ``temperature``. With it, the two temperatures must be equal,
-    because the tail's mass at another temperature depends on each of its tokens.
+    Without the tail, they are converted exactly to any ``temperature``. With it, the two temperatures must be equal:
+    the tail's mass at another temperature depends on each of its tokens.
 
     The ids of one token differ from each other and are below V. An entry of -inf is absent, with any id below V. A
     token without any entry gives 0.

@@ -99,16 +99,16 @@ def policy_gradient_loss(
     ``advantages``: (B,) or (B, T). ``loss_type``: a registered loss; ``surrogates.py`` has the bundled losses. A loss
     gets those of ``epsilon``, ``epsilon_high`` and ``constants`` (``delta``, ``sapo``, ...) that its signature names.
 
-    ``epsilon_high`` None: ``epsilon``. **For cispo it caps the ratio itself, not its excess over 1**: use the paper's
-    5.0, because the default keeps every weight at 0.2. ``delta`` also caps the ratio of negative advantages, in losses
-    with a clip (two-sided clipping, arXiv 2505.07291).
+    ``epsilon_high`` None: ``epsilon``. **For cispo it caps the ratio itself, not its excess over 1**. Use the paper's
+    5.0: the default keeps every weight at 0.2. ``delta`` also caps the ratio of negative advantages, in losses with a
+    clip (two-sided clipping, arXiv 2505.07291).
 
-    Both ``rollout_ratios`` (of ``rollout_correction``) and ``token_weights`` (high-entropy and off-policy masks, or
-    their product), (B, T) or (B, 1), multiply the policy term and not the KL; vespo takes the ratios into its weight
-    instead. ``selected_BT``: tokens that clip_cov and kl_cov treat differently (``entropy.py``). ``beta`` weighs the KL
-    to ``ref_logps_BT``, which is multiplied by c unless ``use_bias_correction_kl`` is off (arXiv 2512.02556).
-    ``kl_clip_max`` limits the KL of a token. A larger KL has no gradient (ms-swift, verl: 10). ``entropy_BT`` is only
-    reported.
+    ``rollout_ratios`` (of ``rollout_correction``) and ``token_weights`` are (B, T) or (B, 1). ``token_weights`` are
+    high-entropy and off-policy masks, or their product. Both multiply the policy term and not the KL. vespo takes the
+    ratios into its weight instead. ``selected_BT``: tokens that clip_cov and kl_cov treat differently (``entropy.py``).
+    ``beta`` weighs the KL to ``ref_logps_BT``, which is multiplied by c unless ``use_bias_correction_kl`` is off (arXiv
+    2512.02556). ``kl_clip_max`` limits the KL of a token. A larger KL has no gradient (ms-swift, verl: 10).
+    ``entropy_BT`` is only reported.
 
     An empty batch and sequences without loss tokens give 0, with a gradient of 0.
 

@@ -156,23 +156,23 @@ def preference_loss(
     """The loss of the DPO family, a scalar that adds up over the step, and its diagnostics.
 
     Several types are summed with ``loss_weights`` (None: 1 each; MPO, arXiv 2411.10442). Every type is a mean over the
-    ``num_pairs`` of the whole optimizer step, see ``pair_losses``; ``sft`` is a mean over its ``num_chosen_tokens``.
-    If a completion has no token, its pair still counts, with a log-probability of 0.
+    ``num_pairs`` of the whole optimizer step, see ``pair_losses``. ``sft`` is a mean over its ``num_chosen_tokens``. If
+    a completion has no token, its pair still counts, with a log-probability of 0.
 
-    In all losses except sft, ``ld_alpha`` weights the tokens of the longer completion beyond the length of the shorter
-    one (LD-DPO, arXiv 2409.06411). ``f_divergence_type`` replaces log-ratios by ``divergence_scores``. With
+    ``ld_alpha`` weights the tokens of the longer completion beyond the length of the shorter one (LD-DPO, arXiv
+    2409.06411). It does not apply to sft. ``f_divergence_type`` replaces log-ratios by ``divergence_scores``. With
     ``log_sum_sq_probs_BT`` each pair is weighted by its probability under the policy (WPO, arXiv 2406.11827). The
     weight is exp(mean(logps - log_sum_sq_probs)) of chosen times the same of rejected, held constant. Without
-    ``ref_logps_BT`` the reference's log-probabilities are 0, which ``DIFFERENCE_LOSSES`` and sft allow: sigmoid_norm
-    then is SimPO (arXiv 2405.14734) without its target margin.
+    ``ref_logps_BT`` the reference's log-probabilities are 0. Only ``DIFFERENCE_LOSSES`` and sft allow this.
+    sigmoid_norm is then SimPO (arXiv 2405.14734) without its target margin.
 
     ``aot`` and ``aot_unpaired`` sort the pairs of the step, so one micro-batch must be the step: B = ``num_pairs``.
 
     Departures from TRL: TRL's sft is a mean over the chosen tokens of each micro-batch, and it averages these means.
     TRL's aot sorts each micro-batch of each worker separately. TRL always has a reference.
 
-    Raises: ValueError for options that do not fit together (``check_preference_options``), shapes that do not fit, a
-    column given for one side only, aot on a part of the step, or sft without ``num_chosen_tokens``.
+    Raises: ValueError for options that do not fit together (``check_preference_options``), or shapes that do not fit.
+    Also for a column of only one side, aot on a part of the step, or sft without ``num_chosen_tokens``.
     """
     types = _as_list(loss_type)
     _check_sides(chosen, rejected)

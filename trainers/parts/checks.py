@@ -40,8 +40,8 @@ TOKENIZED_AT_ONCE = 1024  # prompts
 
 
 def check_before_start(config: TrainConfig, groups: DeviceGroups | None) -> None:
-    """Raises ConfigError for missing or damaged files, for settings that megatron does not support, and for a model, a
-    tokenizer, workers and arguments that do not fit together."""
+    """Raises ConfigError for missing or damaged files, and for settings that megatron does not support. Model,
+    tokenizer, workers and arguments must also fit together."""
     with mistakes_of("external_plugins"):
         load_plugins(config.external_plugins)
     check_known(config.report_to)

@@ -66,11 +66,12 @@ class Generator:
     """Engines that complete prompts, or play episodes if there is an ``environment``, with the weights of ``policy``.
 
     ``rewarder``: where its functions run in processes, those run beside the engines, and rollouts come with rewards.
-    ``environment`` gives, on a worker and for its tokenizer, what makes the environment of an episode, of
-    ``turn_limit`` turns at most; ``limits_each_turn``: ``max_completion_length`` is of each.
-    ``sync_interval``: engines look for new weights every so many decoding steps and continue with them; ``learned``
-    then sends weights at once. Each engine also finds a call of ``receive`` behind its generations, which does nothing
-    if the weights have come. None: new weights wait until all that was begun has ended.
+    ``environment`` is called on a worker with its tokenizer. It returns a function that makes the environment of an
+    episode. An episode has at most ``turn_limit`` turns. ``limits_each_turn``: ``max_completion_length`` applies to
+    each turn.
+    ``sync_interval``: the number of decoding steps after which engines look for new weights. ``learned`` then sends
+    weights at once. Each engine also finds a call of ``receive`` behind its generations, which does nothing if the
+    weights have come. None: new weights wait until all that was begun has ended.
     """
 
     def __init__(
@@ -148,11 +149,11 @@ class Generator:
     def begin(self, starts: Prompts | Tasks, *numbers: int, temperature: float | None = None) -> Pending:
         """The engines start to complete the prompts with the current policy.
 
-        ``numbers`` become part of the seed: the step of the run (-1 in evaluation), and a number for each call of a
-        step. The completion of a prompt depends on them and on its index, not on the number of workers. ``temperature``
+        ``numbers`` become part of the seed. They are the step of the run (-1 in evaluation) and the number of the call.
+        The completion of a prompt depends on them and on its index, not on the number of workers. ``temperature``
         None: the configuration's.
 
-        Raises EngineLostError as ``finished`` does, ChannelError if weights do not arrive at the second try either.
+        Raises EngineLostError as ``finished`` does, and ChannelError if weights do not arrive at the second attempt.
         """
         self.update()
         sampling = sampling_of(self.config, temperature)

@@ -209,8 +209,8 @@ def pool_of(
 
 
 def check_rewards(config: CompletionConfig, functions: Sequence[Any], num_processes: int = 0) -> None:
-    """Raises ConfigError for unknown functions, for functions that cannot be sent to other processes, and for models
-    that are no reward models."""
+    """Raises ConfigError for unknown functions, functions that cannot be sent to other processes, and models that are
+    no reward models."""
     models = getattr(config, "reward_model", None) or []
     with mistakes_of("reward_model"):
         for model in [models] if isinstance(models, str) else models:

@@ -427,8 +427,8 @@ class Run:
         ``trainer_state`` is any other JSON data that the trainer needs to continue. A resumed run has it under this
         name.
 
-        An evaluation that is due at the same step comes first and decides whether this checkpoint is the best so far.
-        Without it, as in a stopped run, the checkpoint is not judged. The time belongs to no step.
+        An evaluation that is due at the same step comes first. It decides whether this checkpoint is the best. Without
+        it, as in a stopped run, the checkpoint is not judged. The time belongs to no step.
         """
         folder = checkpoint_folder(self.output_dir, self.step)
         if is_due and self.last_evaluation:

@@ -22,8 +22,8 @@ class CompletionConfig(TrainConfig):
     # Generation
     rollout_engine: Literal["hf", "vllm", "auto"] = "hf"
     """The engine that completes prompts. hf: the transformers model, in slots. vllm: vLLM, which is installed
-    separately. auto: hf if the workers that train also generate and hf knows the architecture. Otherwise vllm, if it
-    is installed."""
+    separately. auto: hf if the training workers also generate and hf knows the architecture. Otherwise vllm, if it is
+    installed."""
     rollout_batch_size: int | None = None
     """Prompts that a rollout worker completes at once (hf). null: its whole slice."""
     max_prompt_length: int | None = None

@@ -289,15 +289,15 @@ def _draws(case: Case) -> Iterator[Cause]:
         )
     yield Cause(
         "seed",
-        f"random numbers: the generator of {moved[0]} stands elsewhere in the two runs before the method draws from "
-        "it. In only one of the runs, something drew from it or seeded it: an earlier call, a library, or a seed "
-        f"from the time. {_own_generator(moved[0])}",
+        f"random numbers: the generator of {moved[0]} has different states in the two runs before the method draws "
+        "from it. In only one of the runs, something drew from it or seeded it: an earlier call, a library, or a "
+        f"seed from the time. {_own_generator(moved[0])}",
     )
 
 
 def _own_generator(name: str) -> str:
     made = {"python": "random.Random(seed)", "numpy": "numpy.random.default_rng(seed)"}
-    return f"Give one of them a generator of its own, such as {made.get(name, 'torch.Generator().manual_seed(seed)')}"
+    return f"Give one of them its own generator, such as {made.get(name, 'torch.Generator().manual_seed(seed)')}"
 
 
 def _driver_draws(case: Case) -> Iterator[Cause]:
@@ -344,7 +344,7 @@ def _outside(case: Case) -> Iterator[Cause]:
 
 def _outside_words(case: Case) -> str:
     if case.place == "argument":
-        return "the driver's own code reads what differs from run to run"
+        return "the driver's own code reads values that differ from run to run"
     return "what __init__ reads of the process" if case.is_constructor else "state outside of the object"
 
 
@@ -412,15 +412,15 @@ def _shared(case: Case) -> Iterator[Cause]:
         for value, call in case.evidence.changed_values:
             yield Cause(
                 "value changed in place",
-                f"a value that a role changes after it gave it: what {value} gave is changed in place by {call}. With "
-                "Ray off the driver sees the change, and on workers it does not. Return a copy",
+                f"a value that a role changes after it returned it: the value of {value} gave is changed in place by "
+                f"{call}. With Ray off the driver sees the change, and on workers it does not. Return a copy",
             )
         return
     for name, held in case.evidence.changed_by_driver:
         yield Cause(
             "changed in place on the driver",
-            f"the driver's own code changes {name} in place{_came_from(held, case.here[:-1])}. With Ray off they share "
-            "it, and workers have a copy of their own. Pass a copy, and pass again what has changed",
+            f"the driver's own code changes {name} in place{_came_from(held, case.here[:-1])}. With Ray off they "
+            "share it, but workers have their own copy. Pass a copy, and pass changed values again",
         )
 
 
@@ -473,8 +473,8 @@ def _shape_of(case: Case) -> Iterator[Cause]:
         )
     words = {
         "dtype": ("dtype", "the type of numbers: a default dtype, autocast, or a conversion on the way"),
-        "device": ("device", "the device: a tensor lies elsewhere. Move it in the role that uses it"),
-        "shape": ("shape", "the number of items: padding to a longest row, or an average in the place of rows"),
+        "device": ("device", "the device: a tensor is on another device. Move it in the role that uses it"),
+        "shape": ("shape", "the number of items: padding to a longest row, or an average instead of rows"),
         "keys": ("missing key", "a key that only some workers or some steps have"),
         "type": ("type", "the type of a value, or None in its place"),
     }

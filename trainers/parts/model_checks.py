@@ -86,7 +86,7 @@ def check_model_folder(config: TrainConfig) -> None:
     check_whole(found, config.model, config.backend, scores=config.SCORES)
     if config.backend == "megatron" and found.model_type in SEEING and new_tokens(config):
         raise ConfigError(
-            f"new_special_tokens: {config.model!r} also sees, and would lose its tower where it gets rows for new "
+            f"new_special_tokens: {config.model!r} is a vision model, and would lose its tower with rows for new "
             "tokens. Remove them."
         )
     check_vision_model(config, found)
@@ -265,8 +265,8 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp", *, scores
     if towers and kind is not None and getattr(kind, "config_class", None) is not type(configuration):
         raise ConfigError(
             f"model: {model!r} has a {towers[0].removesuffix('_config')} tower, and is trained here by "
-            f"{kind.__name__}, which is only for text. The saved model would lack its tower. Vision models "
-            "are trained with backend: fsdp; models that hear are not supported yet."
+            f"{kind.__name__}, which is only for text. The saved model would lack its tower. Train vision models with "
+            "backend: fsdp. Audio models are not supported yet."
         )
 
 

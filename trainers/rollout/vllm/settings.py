@@ -117,8 +117,8 @@ def check_device(on_cpu: bool, *, sleep_level: int, dtype: str = "float32", lora
 
 # What vLLM (0.32) lacks on a CPU for models of a type, which would end a run in its first step
 NOT_ON_CPU = {
-    "qwen3_next": "its gated delta layers take only bfloat16 there, and the engine's weights are float32",
-    "minimax_m2": "its experts are chosen only by a softmax there, and the model's are by a sigmoid",
+    "qwen3_next": "its gated delta layers take only bfloat16, not float32",
+    "minimax_m2": "experts are chosen only by a softmax, not a sigmoid",
     "qwen3_5_moe_text": "its gated delta layers take only bfloat16 there, and its experts only float32",
 }
 WHOLE = ("gemma3", "paligemma")  # a token of a picture attends to the whole picture

@@ -50,6 +50,7 @@ from trainers.classification.trainer import ClassificationTrainer
 from trainers.configuration.vision import vision_settings
 from trainers.cpo.trainer import CPOTrainer
 from trainers.data.images.processor import ImageReader, load_processor
+from trainers.data.images.videos import Video
 from trainers.data.rows import pack, tokenize_sft
 from trainers.dpo.scores import pair_logps
 from trainers.dpo.trainer import DPOTrainer
@@ -394,6 +395,14 @@ def of_files(folder: Path) -> Iterator[tuple[str, Any]]:
                 f"file {name} {number}",
                 [same, count, wanted["input_ids"][0].tolist().count(processor.video_token_id)],
             )
+
+    chosen = np.linspace(0, 11, 6).round().astype(int)  # of Qwen3-VL's sampling, where the number of frames is said
+    told |= {"frames_indices": chosen.tolist()}
+    given: dict[str, Any] = {"videos": [shown[chosen]], "video_metadata": [told], "do_sample_frames": False}
+    wanted = processor(text=text, return_tensors="pt", **given)
+    vision = FsdpBackend(model, vision={"videos": {"num_frames": 6}}).vision
+    seen = vision.seen([(Video(str(file)),)])  # type: ignore[union-attr]
+    yield "number of frames", bool(torch.equal(seen["pixel_values_videos"], wanted["pixel_values_videos"]))
 
 
 def of_rows(folder: Path) -> Iterator[tuple[str, Any]]:

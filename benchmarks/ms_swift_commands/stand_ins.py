@@ -2,7 +2,7 @@
 
 A model of Qwen's that sees is a tiny one of its own class, with its processor. Of other models that see or hear there
 is a configuration alone: its ``model_type`` decides. Beside InternVL's lies what the hub has beside it: the same for
-transformers' own class. Rows have pictures, videos or sounds where the named data have.
+transformers' own class. Rows have pictures, videos or sounds where the named data have; a video is a list of frames.
 """
 
 from __future__ import annotations
@@ -255,17 +255,22 @@ def data_for(command: str, keys: dict[str, Any], folder: Path, rows: int = 12) -
 
 def _with_media(row: dict[str, Any], media: list[str], number: int, folder: Path) -> dict[str, Any]:
     """The row with a file of one of ``media`` in turn, and each column of them."""
-    from benchmarks.tiny.vision import png
-
     for place, column in enumerate(media):
-        files = []
-        if number % len(media) == place:
-            file = folder / (f"{number}.png" if column == "images" else f"{number}.{column}")
-            if column == "images":
-                file.write_bytes(png(number))
-            files = [str(file)]
-        row = row | {column: files}
+        row = row | {column: [_file(column, number, folder)] if number % len(media) == place else []}
     return row
+
+
+def _file(column: str, number: int, folder: Path) -> str | list[str]:
+    """A picture or a sound, or the frames of a video."""
+    from benchmarks.tiny.vision import frames, png
+
+    named = {f"{number}_{k}.png": frame for k, frame in enumerate(frames(number))} if column == "videos" else {}
+    named = named or {f"{number}.png" if column == "images" else f"{number}.{column}": png(number)}
+    for name, content in named.items():
+        if name.endswith(".png"):
+            (folder / name).write_bytes(content)
+    files = [str(folder / name) for name in named]
+    return files if column == "videos" else files[0]
 
 
 def _row(kind: str, number: int) -> dict[str, Any]:

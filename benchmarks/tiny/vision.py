@@ -353,7 +353,8 @@ GLM = ["<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>", "<|be
 def _glm(folder: Path, kind: str, processor: str, text: dict[str, Any]) -> tuple[Any, Any]:
     """Both of GLM-4.6V: the dense one and the mixture."""
     tokenizer = _patches(folder, processor.lower(), processor, GLM, temporal_patch_size=2)
-    sizes = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32}
+    hidden_size = text.get("hidden_size", TEXT["hidden_size"])
+    sizes = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": hidden_size}
     sizes |= {"patch_size": 4, "spatial_merge_size": 2, "image_size": 32, "initializer_range": 0.1}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
     config = getattr(transformers, f"{kind}Config")(
@@ -426,6 +427,7 @@ IN_VLLM: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"hidden_size": 128, **_mrope(4, 6, 6)},
     "qwen2_5_vl": {"hidden_size": 128, **_mrope(4, 6, 6)},
     "qwen3_vl": {"head_dim": 32, **_mrope(6, 5, 5)},
+    "qwen3_vl_moe": {"head_dim": 32, **_mrope(6, 5, 5)},
     "qwen3_5": {
         "head_dim": 32,
         "linear_key_head_dim": 128,
@@ -438,6 +440,8 @@ IN_VLLM: dict[str, dict[str, Any]] = {
     "llava": {"hidden_size": 128},
     "internvl": {"hidden_size": 128},
     "llava_onevision": {"hidden_size": 128},
+    "glm46v": {"hidden_size": 128, **_mrope(4, 6, 6, partial_rotary_factor=1.0)},
+    "paddleocr_vl": {"head_dim": 32, **_mrope(4, 6, 6)},
 }
 
 

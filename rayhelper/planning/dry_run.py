@@ -228,7 +228,7 @@ def _check_fit(asked: Mapping[int, Demand], num_nodes: int, gpus_per_node: int, 
         used = sum(demand.total() for demand in asked.values())
         missing = len(asked) - num_nodes
         findings.mistakes.note(
-            f"the groups lie on {len(asked)} nodes ({used} accelerators), and the cluster has {num_nodes} nodes x "
+            f"the groups are on {len(asked)} nodes ({used} accelerators), and the cluster has {num_nodes} nodes x "
             f"{gpus_per_node} = {num_nodes * gpus_per_node} accelerators. Add {missing} "
             f"{'node' if missing == 1 else 'nodes'}, or ask for "
             + (
@@ -256,7 +256,7 @@ def _plan_group(
         awake = runtime + peak_bytes(*([memory.awake for memory in process] for process in processes))
     if peak is not None and peak > run.gpu_bytes and group.shares_devices_with is None:
         counted = peak_bytes(*([memory.counted for memory in process] for process in processes))
-        room = ", or let roles make room for each other (offload_model, offload_optimizer, sleep_level)"
+        room = ", or offload idle roles (offload_model, offload_optimizer, sleep_level)"
         others = f", with {', '.join(repr(other.name) for other in neighbours)} on its devices," if neighbours else ""
         message = (
             f"group {group.name!r}{others} needs about {peak / GIB:.1f} GiB of a GPU of {run.gpu_bytes / GIB:g} GiB, "

@@ -119,5 +119,5 @@ def test_a_teacher_that_sees_nothing_or_otherwise_is_refused(model: str, teacher
     fields = json.loads((other / "preprocessor_config.json").read_text())
     (other / "preprocessor_config.json").write_text(json.dumps(fields | {"image_mean": [0.1, 0.2, 0.3]}))
     keys: dict[str, Any] = {**SHORT, "dataset": ANSWERED, "lmbda": 0.0}
-    with pytest.raises(ConfigError, match="makes other tokens of pictures than the processor"):
+    with pytest.raises(ConfigError, match="gives pictures other tokens than the processor"):
         GKDTrainer(gkd_config(model, tmp_path, **keys, teacher_model=str(other)))

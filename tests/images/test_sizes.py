@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,24 @@ def test_variables_of_ms_swift_say_how_large_pictures_become(model: str, monkeyp
     given = config_of(model, "--model_kwargs", '{"image_max_token_num": 7}')
     assert given.image_processor_kwargs["max_pixels"] == 7 * 64
     assert load_config(SFTConfig, ["--model", model, "--dataset", "d"]).image_processor_kwargs == {}
+
+
+def test_variables_of_ms_swift_say_which_frames_of_a_video_are_seen(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By hand: a token of these models has 8 x 8 pixels."""
+    sizes: dict[str, Any] = {"size": {"shortest_edge": 128 * 64, "longest_edge": 768 * 64}, "max_video_tokens": 128000}
+    frames = {"fps": 2.0, "min_frames": 4, "max_frames": 768, "cap_pixels_per_frame": True}
+    assert config_of(model).video_processor_kwargs == frames | sizes
+    monkeypatch.setenv("FPS_MAX_FRAMES", "12")
+    monkeypatch.setenv("VIDEO_MAX_PIXELS", "6400")
+    given = config_of(model, "--model_kwargs", '{"fps": 0.5}')
+    assert given.video_processor_kwargs["size"] == {"shortest_edge": 128 * 64, "longest_edge": 6400}
+    assert given.video_processor_kwargs | sizes == frames | sizes | {"fps": 0.5, "max_frames": 12}
+    third = config_of(save_vision(tmp_path, "qwen3_vl")).video_processor_kwargs  # whose sizes are of all frames
+    assert third["max_video_tokens"] == 100
+    assert third["size"] == {"shortest_edge": 128 * 64, "longest_edge": 2 * int(128000 * 64 * 0.9)}
+    assert load_config(SFTConfig, ["--model", model, "--dataset", "d"]).video_processor_kwargs == {}
 
 
 def test_a_policy_that_sees_completes_by_vllm_where_ms_swifts_does(model: str) -> None:

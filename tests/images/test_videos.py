@@ -46,9 +46,22 @@ def test_ranks_with_pictures_alone_gather_the_tower_as_often_as_ranks_with_video
     assert max(found["sharded"]) < MARGIN
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "qwen3_5", "internvl"])
+def test_megatron_in_parts_gives_the_numbers_of_transformers(name: str, found: dict[str, Any]) -> None:
+    gaps = found[f"megatron {name}"]
+    assert max(gaps["logps"], gaps["losses"], gaps["norms"]) < MARGIN
+    assert gaps["weights"] < 5e-5
+
+
 def test_pairs_have_the_log_probabilities_of_transformers(found: dict[str, Any]) -> None:
     assert found["dpo loss"] == pytest.approx(0.6931472, abs=MARGIN)  # ln 2: the policy is its reference
     assert max(found["pairs chosen"], found["pairs rejected"]) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["cpo", "reward", "kto", "classification", "gkd"])
+def test_other_trainers_see_the_videos(name: str, found: dict[str, Any]) -> None:
+    seen, others = found[f"trainer {name}"]
+    assert abs(seen - others) > MARGIN
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
@@ -58,9 +71,10 @@ def test_greedy_completions_are_those_of_transformers(name: str, found: dict[str
     assert found[f"logps {name}"] < MARGIN
 
 
-def test_a_grpo_run_learns_from_prompts_with_videos(found: dict[str, Any]) -> None:
+def test_runs_of_grpo_and_ppo_learn_from_prompts_with_videos(found: dict[str, Any]) -> None:
     assert len(found["grpo"]) == 2
     assert found["grpo"][1] != 0
+    assert found["ppo"][0] > 0
 
 
 def test_the_models_video_processor_chooses_the_frames_of_a_file(found: dict[str, Any]) -> None:
@@ -104,6 +118,11 @@ def test_lengths_and_arguments_are_looked_at(found: dict[str, Any]) -> None:
     assert found["small"] == [2]  # two pairs of frames, of one token of 8 x 8 pixels each
 
 
+def test_videos_of_several_lengths_are_told_where_a_model_takes_one(found: dict[str, Any]) -> None:
+    assert "the videos of a micro-batch have 4, 6 frames" in found["stacks"]
+    assert "Write per_device_train_batch_size: 1" in found["stacks"]
+
+
 def test_a_model_without_videos_is_named(found: dict[str, Any]) -> None:
     assert "1 of 1 rows have videos: Gemma3Processor" in found["gemma3"]
     assert "the row has a video: Gemma3Processor" in found["gemma3 part"]
@@ -122,14 +141,13 @@ def test_without_torchvision_videos_are_refused_with_the_remedy(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"backend": "megatron"}, "backend: megatron shows no videos to a model. Write backend: fsdp"),
         ({"rollout_engine": "vllm"}, "rollout_engine: vllm shows no videos to a model. Write rollout_engine: hf"),
         ({"teacher_engine": "vllm"}, "teacher_engine: vllm shows no videos to a model. Write teacher_engine: hf"),
         ({"has_environment": True}, "environments and tools show no videos"),
     ],
 )
 def test_who_shows_no_videos_says_what_to_write(keys: dict[str, Any], told: str) -> None:
-    config = SimpleNamespace(backend="fsdp", video_processor_kwargs={}, trust_remote_code=False)
+    config = SimpleNamespace(video_processor_kwargs={}, trust_remote_code=False)
     mistake = videos_mistake(SimpleNamespace(**vars(config) | keys), "nowhere", {})
     assert mistake is not None
     assert told in mistake

@@ -11,7 +11,7 @@ import io
 import json
 import multiprocessing
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,24 +25,43 @@ from transformers import AutoTokenizer
 
 from benchmarks.tiny.vision import frames, picture, png, save_vision
 from rayhelper import ConfigError
+from tests.backends import test_megatron_images as megatron_cases
 from tests.backends.batches import mean_loss
+from tests.backends.test_megatron import PLAIN, PP, SP, TP, Layout
+from tests.backends.test_megatron_images import PACKED
 from tests.conftest import without_runtime
-from tests.e2e.runs import dpo_config, grpo_config, lines, sft_config
+from tests.e2e.runs import (
+    classification_config,
+    cpo_config,
+    dpo_config,
+    gkd_config,
+    grpo_config,
+    kto_config,
+    lines,
+    ppo_config,
+    reward_config,
+    sft_config,
+)
 from tests.images.test_sft import our_gradients, turns, whole_of
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.sharding import full
 from trainers.batch import Sequences
+from trainers.classification.trainer import ClassificationTrainer
+from trainers.cpo.trainer import CPOTrainer
 from trainers.data.images.processor import ImageReader, load_processor
 from trainers.data.rows import pack, tokenize_sft
 from trainers.dpo.scores import pair_logps
 from trainers.dpo.trainer import DPOTrainer
+from trainers.gkd.trainer import GKDTrainer
 from trainers.grpo.trainer import GRPOTrainer
+from trainers.kto.trainer import KTOTrainer
 from trainers.parts.engine import prompts_of
+from trainers.ppo.trainer import PPOTrainer
+from trainers.reward.trainer import RewardTrainer
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf.engine import HfEngine
 from trainers.sft.trainer import SFTTrainer
 
-PATIENCE = timedelta(seconds=60)  # of a rank whose other one does something else
 MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl", "llava_onevision")
 PACKS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision")
 ROWS: list[dict[str, Any]] = [
@@ -138,23 +157,41 @@ def of_losses(folder: Path) -> Iterator[tuple[str, Any]]:
             yield f"packed {name}", gap(our_gradients(model, packed), theirs)
 
 
-def of_shards(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Two ranks, of which one has rows with pictures and videos, and the other has pictures alone, or none."""
-    model = save_vision(folder / "sharded", "qwen3_vl")
-    batch = sequences_of(model, ROWS)
-    given = str(folder / "gradients.pt"), str(folder / "store"), model, batch
-    ranks = [multiprocessing.get_context("fork").Process(target=of_rank, args=(rank, *given)) for rank in range(2)]
+def forked(function: Callable[..., Any], *args: Any, folder: Path) -> list[Any]:
+    """What two gloo ranks return, forked from here: those of the suite's own server cannot import torchvision.
+
+    They come before all else: this process has computed nothing yet.
+    """
+    meeting = str(folder / f"meeting_{function.__name__}")
+    files = [f"{meeting}_{rank}.pt" for rank in range(2)]
+    told = [(rank, meeting, file, function, args) for rank, file in enumerate(files)]
+    ranks = [multiprocessing.get_context("fork").Process(target=_rank, args=one) for one in told]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join()
     assert [process.exitcode for process in ranks] == [0, 0]
+    return [torch.load(file, weights_only=False) for file in files]
+
+
+def _rank(rank: int, meeting: str, file: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    method, patience = f"file://{meeting}", timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2, timeout=patience)
+    torch.save(function(rank, *args), file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def of_shards(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Two ranks, of which one has rows with pictures and videos, and the other has pictures alone, or none."""
+    model = save_vision(folder / "sharded", "qwen3_vl")
+    batch = sequences_of(model, ROWS)
+    ranks = forked(of_rank, model, batch, folder=folder)
     theirs = transformers_gradients(model, ROWS)
-    yield "sharded", gap((theirs[0], torch.load(given[0])), theirs)
+    yield "sharded", gap((theirs[0], ranks[0]), theirs)
 
 
-def of_rank(rank: int, file: str, store: str, model: str, batch: Sequences) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=PATIENCE)
+def of_rank(rank: int, model: str, batch: Sequences) -> dict[str, torch.Tensor]:
     backend = FsdpBackend(model, learning_rate=0.0, max_grad_norm=0.0, num_training_steps=2, sharding="full_shard")
     found: dict[str, torch.Tensor] = {}
 
@@ -169,10 +206,40 @@ def of_rank(rank: int, file: str, store: str, model: str, batch: Sequences) -> N
     logps = backend.token_logps(own, micro_batch_size=1)
     assert len(logps) == len(own)
     backend.step(own, lambda *args, **extra: mean_loss(normaliser, *args), micro_batch_size=1)
-    if rank == 0:
-        torch.save(found, file)
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
+
+
+LAYOUTS: dict[str, Layout] = {
+    "qwen3_vl": {TP: 2} | SP | PLAIN | {PACKED: True},
+    "qwen2_5_vl": {PP: 2},
+    "qwen3_5": {TP: 2} | SP,
+    "internvl": {TP: 2} | PLAIN,
+}
+
+
+def of_megatron(folder: Path) -> Iterator[tuple[str, Any]]:
+    """As in ``tests/backends/test_megatron_images.py``, of rows with videos, on two ranks."""
+    models = {name: save_vision(folder / f"megatron_{name}", name) for name in LAYOUTS}
+    batches = {name: sequences_of(model, ROWS) for name, model in models.items()}
+    ranks = forked(of_models, [(models[name], batches[name], LAYOUTS[name]) for name in LAYOUTS], folder=folder)
+    for k, name in enumerate(LAYOUTS):
+        right, found = megatron_cases.wanted(models[name], batches[name]), [rank[k] for rank in ranks]
+        (leader,) = [one for one in found if one["leader"]]
+        logps, expected = (np.sort(one["logps"]) for one in (leader, right))
+        weights = [one["weights"][key] - weight for one in found for key, weight in right["weights"].items()]
+        yield (
+            f"megatron {name}",
+            {
+                "logps": float(np.abs(logps - expected).max()),
+                "losses": float(np.abs(np.subtract(leader["losses"], right["losses"])).max()),
+                "norms": float(np.abs(np.subtract(leader["norms"], right["norms"])).max()),
+                "weights": max(float(weight.abs().max()) for weight in weights),
+            },
+        )
+
+
+def of_models(rank: int, given: list[tuple[str, Sequences, Layout]]) -> list[Any]:
+    return [megatron_cases.of_layouts(rank, folder, batch, [layout])[0] for folder, batch, layout in given]
 
 
 PAIRS: list[dict[str, Any]] = [
@@ -207,6 +274,51 @@ def of_pairs(folder: Path) -> Iterator[tuple[str, Any]]:
         yield f"pairs {name}", max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
 
 
+def of_trainers(folder: Path) -> Iterator[tuple[str, Any]]:
+    """The losses of first steps that see the videos of the rows, and that see others."""
+    model, teacher = (save_vision(folder / f"trainers_{seed}", "qwen3_vl", seed) for seed in (0, 1))
+    asked = [(row["prompt"], row["chosen"], row["rejected"], row["videos"]) for row in PAIRS]
+    kinds: dict[str, tuple[Any, Any, list[dict[str, Any]], dict[str, Any]]] = {
+        "cpo": (CPOTrainer, cpo_config, [{"prompt": p, "chosen": c, "rejected": r} for p, c, r, _ in asked], {}),
+        "reward": (
+            RewardTrainer,
+            reward_config,
+            [{"prompt": p, "chosen": c, "rejected": r} for p, c, r, _ in asked],
+            {},
+        ),
+        "kto": (
+            KTOTrainer,
+            kto_config,
+            [{"prompt": p, "completion": c, "label": k == 0} for k, (p, c, _, _) in enumerate(asked)],
+            {"beta": 5.0},
+        ),
+        "classification": (
+            ClassificationTrainer,
+            classification_config,
+            [{"messages": p, "label": k} for k, (p, *_) in enumerate(asked)],
+            {"num_labels": 2},
+        ),
+        "gkd": (
+            GKDTrainer,
+            gkd_config,
+            [{"prompt": p, "completion": c} for p, c, _, _ in asked],
+            {"lmbda": 0.0, "teacher_model": teacher},
+        ),
+    }
+    shared: dict[str, Any] = {"eval_dataset": None, "max_steps": 1, "warmup_steps": 0, "max_length": None}
+    for name, (trainer, config, rows, keys) in kinds.items():
+        losses = []
+        for place, shift in (("seen", 0), ("others", 3)):
+            videos = [[frames(k + shift, 4 + 2 * k)] for k in range(len(rows))]
+            dataset = [row | {"videos": video} for row, video in zip(rows, videos, strict=True)]
+            settings = shared | keys | {"dataset": dataset, "per_device_train_batch_size": 2, "global_batch_size": 2}
+            with without_runtime():
+                trainer(config(model, folder / f"{name}_{place}", **settings)).train()
+            line = lines(folder / f"{name}_{place}")[0]
+            losses.append(line["logps/chosen" if name == "kto" else "loss"])  # whose first loss is the same for all
+        yield f"trainer {name}", losses
+
+
 QUESTIONS: list[dict[str, Any]] = [
     {"prompt": [{"role": "user", "content": "<video>What moves?"}], "videos": [frames(0)], "images": []},
     {"prompt": [{"role": "user", "content": "No video"}], "videos": [], "images": []},
@@ -239,7 +351,11 @@ def of_completions(folder: Path) -> Iterator[tuple[str, Any]]:
     keys |= {"max_completion_length": 5, "max_steps": 2, "warmup_steps": 0, "freeze_vit": False}
     with without_runtime():
         GRPOTrainer(grpo_config(model, folder / "run", **keys)).train()
+        keys |= {"num_ppo_epochs": 1, "num_mini_batches": 1, "freeze_vit": True, "max_steps": 1}
+        keys = {key: value for key, value in keys.items() if key != "num_generations"}
+        PPOTrainer(ppo_config(model, folder / "ppo", **keys)).train()
     yield "grpo", [line["loss"] for line in lines(folder / "run")]
+    yield "ppo", [line["loss/value_avg"] for line in lines(folder / "ppo")]
 
 
 def of_files(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -336,6 +452,12 @@ def of_rows(folder: Path) -> Iterator[tuple[str, Any]]:
         sft_config(model, folder, dataset=[{"messages": turns("<video>?", "one"), "videos": [paths]}], **keys)
     ).sequences
     yield "small", [int((one == tokenizer.convert_tokens_to_ids("<|video_pad|>")).sum()) for one in small.input_ids]
+    stacks = save_vision(folder / "stacks", "llava_onevision")
+    batch = sequences_of(stacks, [ROWS[0] | {"videos": [frames(0, count)]} for count in (4, 6)])
+    try:
+        FsdpBackend(stacks).token_logps(batch, micro_batch_size=2)
+    except ConfigError as error:
+        yield "stacks", str(error)
     blind = save_vision(folder / "blind", "gemma3")
     yield "gemma3", wrong(blind, folder, {"messages": turns("<video>What?", "one"), "videos": [paths]})
     row = {"messages": turns([{"type": "video", "video": paths}, *asked], "one")}
@@ -350,7 +472,7 @@ def wrong(model: str, folder: Path, row: dict[str, Any], **keys: Any) -> str:
     return ""
 
 
-CASES = (of_shards, of_losses, of_pairs, of_completions, of_files, of_rows)
+CASES = (of_shards, of_megatron, of_losses, of_pairs, of_trainers, of_completions, of_files, of_rows)
 
 
 def main(folder: Path) -> None:

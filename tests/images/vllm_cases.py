@@ -24,6 +24,7 @@ from tests.e2e.runs import grpo_config, lines
 from tests.images.test_grpo import KEYS, prompts
 from tests.images.test_sampling import config as sampling_config
 from tests.images.test_sampling import data, found_in
+from tests.images.test_sft import transpose_experts
 from tests.torchvision_on_cpu import ROOT
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Rollouts, Sequences
@@ -75,6 +76,8 @@ def engines_of(folder: Path, kind: str) -> tuple[str, FsdpBackend, VllmEngine, P
     Of a kind in ``ONE_PICTURE`` prompts with more are left out of the comparison.
     """
     model = save_vision(folder / "model", kind, **IN_VLLM[kind])
+    if kind == "qwen3_vl_moe":
+        transpose_experts(model)  # as checkpoints of the hub have them
     tokenizer, backend = AutoTokenizer.from_pretrained(model), FsdpBackend(model)
     asked, hf = prompts(model, folder / "run"), HfEngine(backend.module, tokenizer, vision=backend.vision)
     engine = VllmEngine(model, tokenizer, engine_kwargs=SETTINGS)

@@ -111,7 +111,7 @@ def test_a_prompt_that_leaves_no_room_for_its_completion_is_told(greedy_engine: 
     sampling = dataclasses.replace(GREEDY, max_completion_length=2)
     fits = greedy_engine.generate(prompts_of([3, 510]), sampling, seed=0)
     assert fits.completion_ids.lengths.max() == 2
-    told = r"^the longest prompt has 511 tokens, and with a completion of 2 .* is 512\. Set max_prompt_length"
+    told = r"^the longest prompt has 511 tokens\. With a completion of 2 .*, 512\. Set max_prompt_length"
     with pytest.raises(ConfigError, match=told):
         greedy_engine.generate(prompts_of([3, 511, 4]), sampling, seed=0)
     assert not greedy_engine.num_running
@@ -513,7 +513,7 @@ def test_level_1_keeps_its_weights() -> None:
             "vllm_engine_kwargs: quantization must be one of .*fp8.*nosuch",
         ),
         ({"sleep_level": 1}, "sleep_level=1: vLLM frees only memory of GPUs"),
-        ({"dtype": "bfloat16"}, "float32 alone"),
+        ({"dtype": "bfloat16"}, "only weights in float32"),
     ],
 )
 def test_wrong_settings_are_named_before_anything_is_loaded(settings: dict[str, Any], message: str) -> None:

@@ -1,25 +1,17 @@
 """Steps that start vLLM's Triton attention otherwise; what is skipped changes nothing; where all stays vLLM's."""
 
-import copy
-import dataclasses
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from rayhelper import ConfigError
-from tests.golden.tiny import tiny_tokenizer
-from tests.rollout.prompts import prompts_of, save_decided
 from trainers.parts.fingerprints import fingerprints
-from trainers.rollout.base import Sampling
-from trainers.rollout.vllm import decoding, patches
-from trainers.rollout.vllm.engine import VllmEngine
+from trainers.rollout.vllm import patches
 from trainers.rollout.vllm.model import as_in_files, check_experts, model_fingerprints, scale_logits
+from trainers.rollout.vllm.scheduling.choice import decoding_scheduler
 from trainers.rollout.vllm.start import variables
 
 pytestmark = pytest.mark.xdist_group("vllm")
@@ -134,413 +126,7 @@ def test_the_kernel_takes_what_the_choice_is_made_by() -> None:
         assert f"{name}=" in source
 
 
-# --- allocation
-
-
-ASYNC = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"  # which GPUs have: it caches as tokens come back
-
-
-def small_engine_in(folder: Path, *, patches: bool = True, **settings: Any) -> VllmEngine:
-    """Has pages for half of what it may run."""
-    return VllmEngine(
-        save_decided(folder, scale=4.0, head_dim=32),
-        tiny_tokenizer(),
-        patches=patches,
-        engine_kwargs={"max_model_len": 200, "max_num_seqs": 8, "block_size": 32, "num_gpu_blocks_override": 16}
-        | settings,
-    )
-
-
-@pytest.fixture(
-    params=[{}, {"scheduler_cls": ASYNC}, {"enable_prefix_caching": False}], ids=["plain", "async", "uncached"]
-)
-def small_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[VllmEngine]:
-    engine = small_engine_in(tmp_path, **request.param)
-    yield engine
-    engine.close()
-
-
-def test_what_allocation_skips_would_have_changed_nothing(
-    small_engine: VllmEngine, request: pytest.FixtureRequest
-) -> None:
-    """Asked again, vLLM finds the same, also when requests are given up for want of pages and begun anew."""
-    length, engine = 120, small_engine
-    scheduler = engine.engine.engine_core.engine_core.scheduler
-    cache = scheduler.kv_cache_manager
-    _, pages, allocate = cache.allocate_slots.args
-    _, _, to_cache = cache.cache_blocks.args
-    counts: Counter[str] = Counter()
-    preempted = set()
-
-    def state() -> Any:
-        held = {name: [block.block_id for block in blocks] for name, blocks in pages.req_to_blocks.items()}
-        found = len(pages.block_pool.cached_block_hash_to_block)
-        return held, dict(pages.num_cached_block), pages.block_pool.get_num_free_blocks(), found
-
-    def checked(ours: Any, theirs: Any, name: str) -> Any:
-        def call(request: Any, *given: Any, **named: Any) -> Any:
-            asked = []
-
-            def original(*given: Any, **named: Any) -> Any:
-                asked.append(given)
-                return theirs(*given, **named)
-
-            if request.num_preemptions:
-                preempted.add(request.request_id)
-            before = state()
-            found = ours(cache, pages, original, request, *given, **named)
-            counts[f"{name} {'asked' if asked else 'skipped'}"] += 1
-            if not asked:
-                again = theirs(request, *given, **named)
-                assert [not any(answer.blocks) for answer in (found, again) if answer] in ([], [True, True])
-                assert state() == before
-            return found
-
-        return call
-
-    prompts = prompts_of(range(20, 44, 2))
-    sampling = Sampling(max_completion_length=length, generation_kwargs={"min_tokens": length})
-    expected = engine.generate(prompts, sampling, seed=1)
-    cache.allocate_slots = checked(decoding.allocate, allocate, "allocate")
-    cache.cache_blocks = checked(decoding.cache, to_cache, "cache")
-    watched = engine.generate(prompts, sampling, seed=1)
-    cache.allocate_slots, cache.cache_blocks = allocate, to_cache
-    plain = engine.generate(prompts, sampling, seed=1)
-    assert expected.completion_ids == watched.completion_ids == plain.completion_ids
-    np.testing.assert_array_equal(expected.rollout_logps.values, plain.rollout_logps.values)
-    assert preempted
-    assert counts["allocate skipped"] > counts["allocate asked"] > 0
-    if "scheduler_cls" in request.node.callspec.params["small_engine"]:
-        assert counts["cache skipped"] > 0
-
-
-@pytest.mark.parametrize(("num_tokens", "enabled", "asked"), [(63, True, 0), (64, True, 1), (64, False, 0)])
-def test_a_page_that_is_full_is_cached(num_tokens: int, enabled: bool, asked: int) -> None:
-    calls: list[Any] = []
-    pages = SimpleNamespace(block_size=32, num_cached_block={"one": 1})
-    request = SimpleNamespace(request_id="one")
-    decoding.cache(
-        SimpleNamespace(enable_caching=enabled), pages, lambda *given: calls.append(given), request, num_tokens
-    )
-    assert calls == [(request, num_tokens)] * asked
-
-
-@pytest.mark.parametrize(
-    ("kinds", "version"),
-    [
-        (["SlidingWindowManager"], "0.32.0"),
-        (["FullAttentionManager"] * 2, "0.32.0"),
-        (["FullAttentionManager"], "0.33.0"),
-        (["FullAttentionManager"], "0.32.0"),
-    ],
-)
-def test_caches_of_other_kinds_and_versions_stay_as_they_are(
-    kinds: list[str], version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import vllm
-
-    monkeypatch.setattr(vllm, "__version__", version)
-    pages = SimpleNamespace(block_size=16, block_pool=SimpleNamespace(hash_block_size=16))
-    managers = [type(kind, (SimpleNamespace,), {})(**vars(pages)) for kind in kinds]
-    cache = SimpleNamespace(
-        coordinator=SimpleNamespace(single_type_managers=managers), allocate_slots=0, cache_blocks=0
-    )
-    patches.quick_allocation(SimpleNamespace(kv_cache_manager=cache))
-    is_known = (kinds, version) == (["FullAttentionManager"], "0.32.0")
-    assert (cache.allocate_slots != 0) == (cache.cache_blocks != 0) == is_known
-
-
-# --- what happens to requests after a step
-
-
-def test_requests_are_after_each_step_what_vllm_would_have_made_of_them(small_engine: VllmEngine) -> None:
-    """Ends by stop tokens and by length, preemptions, requests that are given up, new weights' versions between."""
-    engine, scheduler = small_engine, small_engine.engine.engine_core.engine_core.scheduler
-    cache = scheduler.kv_cache_manager
-    _, decoded, theirs = scheduler.update_from_output.args
-    ours = scheduler.update_from_output
-    prompts = prompts_of(range(20, 44, 2))
-    later = prompts_of([5, 9, 64])
-    seen: Counter[str] = Counter()
-
-    def told(request: Any) -> Any:
-        fields = ("num_computed_tokens", "num_in_flight_tokens", "num_output_placeholders", "num_preemptions")
-        counts = [getattr(request, name) for name in fields]
-        hashes = list(request.block_hashes)
-        return request.status, counts, list(request._output_token_ids), list(request._all_token_ids), hashes
-
-    def run(update: Any) -> Any:
-        history = []
-
-        def watched(*given: Any) -> Any:
-            outputs = update(*given)
-            held = [
-                [names.setdefault(block.block_id, len(names)) for block in row] for row in pages.req_to_blocks.values()
-            ]
-            requests = [told(request) for request in scheduler.requests.values()]
-            order = [request.num_prompt_tokens for request in scheduler.running]
-            history.append((requests, order, held, list(pages.num_cached_block.values())))
-            seen["decoded"] += sum(len(step.tokens) for step in decoded)
-            return outputs
-
-        names: dict[int, int] = {}  # pages, in the order in which they were taken
-        pages = cache.coordinator.single_type_managers[0]
-        scheduler.update_from_output = watched
-        engine.engine.reset_prefix_cache()
-        engine.core.cache_salt, engine.version = 0, 0
-        finished = []
-        sampling = Sampling(max_completion_length=110, stop_token_ids=(7, 9), generation_kwargs={"min_tokens": 90})
-        engine.submit(prompts, sampling, seed=1)
-        for step in range(10_000):
-            finished += engine.advance()
-            if step == 20:
-                engine.submit(later, Sampling(max_completion_length=50, generation_kwargs={"min_tokens": 50}), seed=2)
-            if step == 30:
-                given_up = next(iter(engine._running))
-                engine.engine.engine_core.abort_requests([given_up])
-                del engine._running[given_up]
-            if step == 40:
-                engine.load_weights([], part=True)
-            if not engine.num_running:
-                break
-        while scheduler.has_requests() or engine.core.batches():
-            engine.advance()
-        first = min(completion.number for completion in finished)
-        return history, [dataclasses.replace(completion, number=completion.number - first) for completion in finished]
-
-    run(theirs)  # pages have their places
-    expected, expected_finished = run(theirs)
-    assert not seen["decoded"]
-    got, got_finished = run(ours)
-    assert len(got) == len(expected)
-    for step, (one, other) in enumerate(zip(got, expected, strict=True)):
-        assert one == other, step
-    for one, other in zip(got_finished, expected_finished, strict=True):
-        for field in dataclasses.fields(one):
-            np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name), field.name)
-    assert seen["decoded"] > 0.8 * sum(len(completion.ids) for completion in got_finished)
-    assert {completion.truncated for completion in got_finished} == {True, False}
-    assert any(counts[-1] for requests, *_ in got for _, counts, *_ in requests), "none was preempted"
-
-
-def updated(**changed: Any) -> tuple[list[Any], Any]:
-    """What goes to the list, and what vLLM is told was planned, of a step in which one request drew a token."""
-    from vllm.v1.outputs import LogprobsLists
-    from vllm.v1.request import RequestStatus
-
-    logps = LogprobsLists(np.zeros((2, 1), np.int64), np.array([[-1], [-2]], np.float32), np.zeros(2, np.int64))
-    request = {
-        "status": RequestStatus.RUNNING,
-        "prefill_stats": None,
-        "num_in_flight_tokens": 1,
-        "append_output_token_ids": lambda token: None,
-        "_output_token_ids": [5],
-        "_all_token_ids": [4, 5],
-        "max_tokens": 3,
-        "sampling_params": SimpleNamespace(eos_token_id=2, stop_token_ids=[3]),
-    }
-    found = {
-        "logprobs": logps,
-        "sampled_token_ids": [[6], [7]],
-        "num_nans_in_logits": None,
-        "req_id_to_index": {"other": 0, "one": 1},
-    }
-    planned = {"num_scheduled_tokens": {"one": 1}, "scheduled_spec_decode_tokens": {}}
-    scheduler = {"max_model_len": 4, "requests": None, "kv_cache_manager": SimpleNamespace(cache_blocks=None)}
-    for name, value in changed.items():
-        next((fields for fields in (found, planned, scheduler) if name in fields), request)[name] = value
-    scheduler["requests"] = scheduler["requests"] or {"one": SimpleNamespace(**request)}
-    decoded: list[Any] = []
-    step = SimpleNamespace(**planned)
-    told = decoding.update(SimpleNamespace(**scheduler), decoded, lambda *given: given, step, SimpleNamespace(**found))
-    assert step.num_scheduled_tokens == planned["num_scheduled_tokens"]
-    return decoded, told[0]
-
-
-def test_a_token_that_ends_nothing_goes_to_the_list() -> None:
-    decoded, planned = updated()
-    assert decoded == [(["one"], [7], [-2.0])]
-    assert planned.num_scheduled_tokens == {}
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"logprobs": None},
-        {"logprobs": SimpleNamespace(logprobs=np.zeros((3, 1)), cu_num_generated_tokens=[0, 1, 3])},
-        {"sampled_token_ids": []},
-        {"num_nans_in_logits": {"one": 1}},
-        {"scheduled_spec_decode_tokens": {"other": [5]}},
-        {"num_scheduled_tokens": {"one": 2}},  # a part of a prompt
-        {"num_scheduled_tokens": {"gone": 1}},
-        {"sampled_token_ids": [[6], []]},
-        {"sampled_token_ids": [[6], [7, 8]]},
-        {"status": "PREEMPTED"},
-        {"status": "FINISHED_ABORTED"},
-        {"prefill_stats": "of its prompt"},
-        {"num_stale_output_tokens": 1},
-        {"async_tokens_to_discard": 1},
-        {"sampled_token_ids": [[6], [2]]},  # the token that ends texts
-        {"sampled_token_ids": [[6], [3]]},  # a stop token
-        {"max_tokens": 2},
-        {"max_model_len": 3},
-    ],
-    ids=str,
-)
-def test_all_that_is_unusual_is_vllms(changed: dict[str, Any]) -> None:
-    from vllm.v1.request import RequestStatus
-
-    changed = {name: RequestStatus[value] if name == "status" else value for name, value in changed.items()}
-    decoded, planned = updated(**changed)
-    assert decoded == []
-    assert planned.num_scheduled_tokens == changed.get("num_scheduled_tokens", {"one": 1})
-
-
-@pytest.mark.parametrize(
-    ("version", "names", "is_quick"),
-    [
-        ("0.26.0", (), True),
-        ("0.32.1", (), True),
-        ("0.33.0", (), False),
-        *[("0.26.0", (name,), False) for name in ("connector", "log_stats", "enable_return_routed_experts")],
-        *[("0.32.0", (name,), False) for name in ("aux_output_connector", "return_sampling_mask")],
-    ],
-)
-def test_unusual_schedulers_stay_as_they_are(
-    version: str, names: tuple[str, ...], is_quick: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import vllm
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-    monkeypatch.setattr(vllm, "__version__", version)
-    for kind, known in ((AsyncScheduler, True), (type("Theirs", (AsyncScheduler,), {}), False)):
-        scheduler = object.__new__(kind)
-        vars(scheduler).update(dict.fromkeys(names, True))
-        assert patches.quick_update(scheduler) == []
-        assert ("update_from_output" in vars(scheduler)) == (is_quick and known)
-
-
-def ahead(engine: VllmEngine, *, is_quick: bool) -> tuple[list[Any], Counter[str]]:
-    """All that is known of requests after each step of a scheduler that plans one before it sees the last one's tokens.
-
-    Prompts enter late and are given up, stop tokens, limits and the model's length end completions, pages are too few,
-    and twice all that run lose theirs.
-    """
-    from vllm import SamplingParams
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
-    from vllm.v1.request import Request, RequestStatus
-
-    core = engine.engine.engine_core.engine_core
-    like = core.scheduler
-    scheduler = AsyncScheduler(like.vllm_config, like.kv_cache_config, like.structured_output_manager, like.block_size)
-    decoded = []
-    if is_quick:
-        patches.quick_allocation(scheduler)
-        decoded = patches.quick_update(scheduler)
-    flights, history, seen, resets = [], [], Counter[str](), (45, 130)
-    for step in range(600):
-        for place in range(4) if step < 300 and not step % 30 else ():
-            params = SamplingParams(max_tokens=(1, 40, 90, 400)[place], stop_token_ids=[3] * (place == 2), logprobs=0)
-            prompt = list(range(4, 24 + 10 * place))
-            name = f"{step} {place}"
-            scheduler.add_request(Request(name, prompt, params, None, 0, 0.0, block_hasher=core.request_block_hasher))
-        planned = scheduler.schedule()
-        if step in resets:
-            scheduler.reset_prefix_cache(reset_running_requests=True)
-        if step % 25 == 10:
-            first = [request.request_id for request in scheduler.running[:1]]
-            scheduler.finish_requests(first, RequestStatus.FINISHED_ABORTED)
-        seen["given up"] += len(planned.num_scheduled_tokens.keys() - scheduler.requests.keys())
-        ids = sorted(planned.num_scheduled_tokens)
-        drawn = [[(7 * step + len(name)) % 101] for name in ids]
-        logps = LogprobsLists(*(np.full((len(ids), 1), step) + np.arange(len(ids))[:, None] for _ in range(3)))
-        places = {name: row for row, name in enumerate(ids)}
-        flights.append((planned, ModelRunnerOutput(ids, places, drawn, logps if ids else None)))
-        if len(flights) < 2:
-            continue
-        outputs = scheduler.update_from_output(*flights.pop(0))
-        given = [(name, [token], [logp], None) for one in decoded for name, token, logp in zip(*one, strict=True)]
-        seen["quick"] += len(given)
-        decoded.clear()
-        for output in outputs[0].outputs if outputs else ():
-            logps = output.new_logprobs.logprobs[:, 0].tolist()
-            given.append((output.request_id, output.new_token_ids, logps, output.finish_reason))
-        for *_, reason in given:
-            seen[str(reason)] += 1
-        requests = scheduler.requests
-        fields = [
-            {name: copy.copy(value) for name, value in vars(request).items() if isinstance(value, (int, list))}
-            for request in requests.values()
-        ]
-        if step not in resets:
-            seen["preempted"] += sum(request.status is RequestStatus.PREEMPTED for request in requests.values())
-        seen["tokens"] += len(given)
-        blocks = [
-            (block.block_id, block.ref_cnt, block.block_hash) for block in scheduler.kv_cache_manager.block_pool.blocks
-        ]
-        history.append(
-            (list(requests), fields, [request.request_id for request in scheduler.running], blocks, sorted(given))
-        )
-    assert not scheduler.requests
-    return history, seen
-
-
-@pytest.fixture(scope="module")
-def plain_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
-    engine = small_engine_in(tmp_path_factory.mktemp("plain"), patches=False)
-    yield engine
-    engine.close()
-
-
-def test_with_a_step_in_flight_requests_are_what_vllm_would_have_made_of_them(plain_engine: VllmEngine) -> None:
-    expected, theirs = ahead(plain_engine, is_quick=False)
-    got, ours = ahead(plain_engine, is_quick=True)
-    for step, (one, other) in enumerate(zip(got, expected, strict=True)):
-        assert one == other, step
-    assert not theirs["quick"]
-    assert ours["quick"] > 0.8 * ours["tokens"]
-    assert all(ours[name] for name in ("stop", "length", "given up", "preempted")), ours
-
-
-# --- without the patches
-
-
-def test_an_engine_without_patches_steps_as_vllm_does(plain_engine: VllmEngine) -> None:
-    scheduler = plain_engine.core.scheduler
-    cache = scheduler.kv_cache_manager
-    assert scheduler.update_from_output.__func__ is type(scheduler).update_from_output
-    assert cache.allocate_slots.__func__ is type(cache).allocate_slots
-    assert cache.cache_blocks.__func__ is type(cache).cache_blocks
-    completed = plain_engine.generate(prompts_of([5, 9]), Sampling(max_completion_length=12), seed=1)
-    assert completed.completion_ids.lengths.min() > 0
-
-
-@pytest.fixture
-def parts(attention: Any) -> Any:
-    """A scheduler and its cache, which all patches are for."""
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-    scheduler = object.__new__(AsyncScheduler)
-    pages = type("FullAttentionManager", (), {})()
-    pages.block_size, pages.block_pool = 16, SimpleNamespace(hash_block_size=16)
-    coordinator = SimpleNamespace(single_type_managers=[pages])
-    scheduler.kv_cache_manager = SimpleNamespace(coordinator=coordinator, allocate_slots=0, cache_blocks=0)
-    return scheduler
-
-
-def patched(scheduler: Any, attention: Any) -> set[str]:
-    """What is not vLLM's own after all patches were asked for, twice."""
-    for _ in range(2):
-        patches.small_blocks_decode()
-        patches.quick_allocation(scheduler)
-        patches.quick_update(scheduler)
-    found = {
-        "small_blocks_decode": isinstance(attention.kernel_unified_attention, decoding.DecodingKernel),
-        "quick_allocation": scheduler.kv_cache_manager.allocate_slots != 0,
-        "quick_update": "update_from_output" in vars(scheduler),
-    }
-    return {name for name, is_patched in found.items() if is_patched}
+# --- what was compared
 
 
 def other_function() -> None:
@@ -548,50 +134,42 @@ def other_function() -> None:
 
 
 @pytest.mark.parametrize(
-    ("patch", "place"), [(patch, place) for patch, places in patches.SOURCES.items() for place in places]
+    ("name", "place"), [(name, place) for name, places in patches.SOURCES.items() for place in places]
 )
 def test_a_function_that_was_not_compared_stays_vllms_and_one_line_says_so(
-    patch: str,
-    place: str,
-    parts: Any,
-    attention: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    name: str, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module, _, name = place.partition(":")
-    monkeypatch.setattr(f"{module}.{name}", other_function)
+    module, _, function = place.partition(":")
+    monkeypatch.setattr(f"{module}.{function}", other_function)
     patches._tell.cache_clear()
-    assert patched(parts, attention) == patches.SOURCES.keys() - {patch}
+    for _ in range(2):
+        assert {one: patches.is_compared(one) for one in patches.SOURCES} == {
+            one: one != name for one in patches.SOURCES
+        }
     (line,) = [record.getMessage() for record in caplog.records if record.name == patches.__name__]
     assert line.startswith("vLLM 0.32.0: ")
-    assert f": {patch} stays off, as it was not compared with its {name}." in line
+    assert f": {name} stays off, as it was not compared with its {function}." in line
 
 
-def test_all_functions_of_this_version_were_compared(
-    parts: Any, attention: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert patched(parts, attention) == patches.SOURCES.keys()
+def test_all_functions_of_this_version_were_compared(caplog: pytest.LogCaptureFixture) -> None:
+    assert all(patches.is_compared(name) for name in patches.SOURCES)
     assert not [record for record in caplog.records if record.name == patches.__name__]
 
 
-@pytest.mark.parametrize(("version", "is_known"), [("0.26.0", True), ("0.33.0", False), ("0.3.2", False)])
-def test_a_version_that_was_compared_without_its_source_goes_by_its_number(
-    version: str,
-    is_known: bool,
-    parts: Any,
-    attention: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("version", ["0.33.0", "0.3.2"])
+def test_a_version_that_was_not_compared_has_vllms_own(
+    version: str, attention: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import vllm
 
+    kernel = attention.kernel_unified_attention
     monkeypatch.setattr(vllm, "__version__", version)
-    if is_known:
-        monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler.update_from_output", other_function)
     patches._tell.cache_clear()
-    assert patched(parts, attention) == (patches.SOURCES.keys() if is_known else set())
+    patches.small_blocks_decode()
+    assert attention.kernel_unified_attention is kernel
+    assert decoding_scheduler(SimpleNamespace(scheduler_cls=None, async_scheduling=True)) is None
     lines = [record.getMessage() for record in caplog.records if record.name == patches.__name__]
-    assert len(lines) == (0 if is_known else 3)
+    assert len(lines) == 2
     assert all(f"vLLM {version}: " in line and "compared with this version" in line for line in lines)
 
 

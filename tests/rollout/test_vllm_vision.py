@@ -26,7 +26,7 @@ pytestmark = pytest.mark.xdist_group("vllm")
 
 KINDS = {  # of configurations, by type of the language model
     **{f"{kind}_text": kind for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")},
-    **{f"{kind}_text": kind for kind in ("qwen3_5_moe", "paddleocr_vl", "glm4v", "glm4v_moe")},
+    **{f"{kind}_text": kind for kind in ("qwen3_5_moe", "glm4v", "glm4v_moe")},
 }
 
 
@@ -109,6 +109,12 @@ def test_rotations_that_vllm_cannot_do_are_refused(
         features.check_pictures(configuration("qwen3_vl", (24, 20, 20), **rope))
 
 
+def test_a_kind_with_other_numbers_in_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "find_spec", lambda name: name)
+    with pytest.raises(ConfigError, match=r"rollout_engine: vllm gives other numbers for paddleocr_vl .* Write hf"):
+        features.check_pictures(AutoConfig.for_model("paddleocr_vl"))
+
+
 def test_a_package_that_a_kind_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "find_spec", lambda name: None if name == "num2words" else name)
     with pytest.raises(
@@ -136,34 +142,66 @@ def test_a_model_whose_pictures_are_attended_to_as_a_whole_is_refused_on_a_cpu(g
             check_model_on_cpu(tmp_path)
 
 
-def test_tokens_beside_a_picture_may_be_one_with_those_of_the_prompt(gemma: str) -> None:
-    """Gemma 3 writes blank lines around a picture, which are one token with those of the text."""
+def engine_of(kind: str, processed: Any) -> Any:
+    """What is asked of vLLM's engine; ``processed``: its processor."""
+    config = SimpleNamespace(hf_config=SimpleNamespace(model_type=kind))
+    processor = SimpleNamespace(process_inputs=processed)
+    return SimpleNamespace(get_supported_tasks=tuple, input_processor=processor, model_config=config)
+
+
+def test_pictures_that_vllm_would_cut_up_where_transformers_does_not_are_refused(gemma: str) -> None:
+    engine = engine_of("llava_onevision", None)
+    taken = features.Features(engine, gemma, AutoTokenizer.from_pretrained(gemma))
+    with pytest.raises(ConfigError, match=r"vLLM cuts every picture .* a prompt has 2. Write rollout_engine: hf"):
+        taken.of(pictures_of([png(0), png(1)]), np.zeros(4, np.int64), salt="0")
+
+
+def placed(model: str, text: str, alone: list[int], embedded: int) -> tuple[list[int], Any]:
+    """The tokens of ``text``, which has one picture, and its feature in them.
+
+    ``alone``: the tokens that vLLM's processor gives the picture; ``embedded``: the one that its tower replaces.
+    """
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-    tokenizer = AutoTokenizer.from_pretrained(gemma)
-    reader = ImageReader(tokenizer, gemma)
-    start, part, end = (getattr(tokenizer, f"{name}_token_id") for name in ("boi", "image", "eoi"))
-    blank = tokenizer.convert_tokens_to_ids("\n\n")
-    alone = [blank, start, part, part, part, part, end, blank]
-
     def processed(*_: Any, **__: Any) -> Any:
-        told = {"offset": 0, "length": len(alone), "is_embed": torch.tensor([token == part for token in alone])}
+        is_embed = torch.tensor([token == embedded for token in alone])
+        position = PlaceholderRange(offset=0, length=len(alone), is_embed=is_embed)
         data: Any = SimpleNamespace(get_data=dict)
-        feature = MultiModalFeatureSpec(
-            data=data, modality="image", identifier="one", mm_position=PlaceholderRange(**told)
-        )
+        feature = MultiModalFeatureSpec(data=data, modality="image", identifier="one", mm_position=position)
         return SimpleNamespace(prompt_token_ids=alone, mm_features=[feature])
 
-    engine = SimpleNamespace(get_supported_tasks=tuple, input_processor=SimpleNamespace(process_inputs=processed))
-    pictures = pictures_of([png(0)])
-    text, _ = reader.expanded(f"Look:\n{reader.processor.image_token}\nWhat?", pictures)
-    ids = np.array(tokenizer(text)["input_ids"])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    reader, pictures = ImageReader(tokenizer, model), pictures_of([png(0)])
+    shown, _ = reader.expanded(text.replace("<image>", reader.processor.image_token), pictures)
+    ids = tokenizer(shown)["input_ids"]
+    (found,) = features.Features(engine_of("any", processed), model, tokenizer).of(pictures, np.array(ids), salt="7")
+    return ids, found
+
+
+def test_tokens_beside_a_picture_may_be_one_with_those_of_the_prompt(gemma: str) -> None:
+    """Gemma 3 writes blank lines around a picture, which are one token with those of the text."""
+    tokenizer = AutoTokenizer.from_pretrained(gemma)
+    start, part, end = (getattr(tokenizer, f"{name}_token_id") for name in ("boi", "image", "eoi"))
+    blank = tokenizer.convert_tokens_to_ids("\n\n")
+    ids, found = placed(gemma, "Look:\n<image>\nWhat?", [blank, start, *[part] * 4, end, blank], part)
     assert blank not in ids  # three lines are one token
-    (found,) = features.Features(engine, gemma, tokenizer).of(pictures, ids, salt="7")
     position = found.mm_position
-    assert ids[position.offset : position.offset + position.length].tolist() == [part] * 4
-    assert (position.offset, position.get_num_embeds()) == (ids.tolist().index(part), 4)
+    assert ids[position.offset : position.offset + position.length] == [part] * 4
+    assert (position.offset, position.get_num_embeds()) == (ids.index(part), 4)
     assert found.identifier == "7:one"
+
+
+def test_tokens_around_a_picture_that_stand_for_it_are_its_own(tmp_path: Path) -> None:
+    """InternVL has one before and one behind, which no feature replaces."""
+    model = save_vision(tmp_path, "internvl", **IN_VLLM["internvl"])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    names = ("start_image_token_id", "context_image_token_id", "end_image_token_id")
+    start, part, end = (getattr(tokenizer, name) for name in names)
+    alone = [start, *[part] * 12, end]
+    ids, found = placed(model, "Look: <image> What?", alone, part)
+    position = found.mm_position
+    assert ids[position.offset : position.offset + position.length] == alone
+    assert position.get_num_embeds() == 12
 
 
 def test_weights_that_no_tower_reads_have_the_fingerprints_of_what_was_sent() -> None:

@@ -394,18 +394,8 @@ def test_muon_is_an_optimizer_of_ours(tmp_path: Path) -> None:
     assert (found.optim, found.optim_kwargs, found.adam_beta2) == ("muon", {"momentum": 0.9}, 0.95)
     assert found.fsdp_sharding_strategy == "no_shard"
     assert "Write optimizer: muon" in told(SFTConfig, "optimizer: muonclip", tmp_path)
-    with pytest.raises(ConfigError, match="muon looks at whole weights"):
+    with pytest.raises(ConfigError, match="muon needs whole weights"):
         load(SFTConfig, "optim: muon\nfsdp_sharding_strategy: full_shard", tmp_path)
-
-
-def test_lora_llm_is_an_adapter_beside_parts_that_learn_whole(tmp_path: Path) -> None:
-    text = "defaults: ms-swift\ntuner_type: lora_llm\nlora_rank: 16\nvit_lr: 1e-5\nfreeze_vit: true\n"
-    found = load(SFTConfig, text, tmp_path)
-    assert (found.tuner_type, found.lora_rank, found.lora_dropout, found.vit_lr) == ("lora", 16, 0.0, 1e-5)
-    assert found.vision_in_full
-    assert found.freeze_vit is None
-    assert "is needed here as it was" in told(DPOConfig, text, tmp_path)
-    assert "Write tuner_type: lora, or backend: fsdp" in told(SFTConfig, text + "backend: megatron", tmp_path)
 
 
 def test_bits_without_a_method_and_an_adapter_beside_quantized_weights(

@@ -22,8 +22,8 @@ class CompletionConfig(TrainConfig):
     # Generation
     rollout_engine: Literal["hf", "vllm", "auto"] = "hf"
     """The engine that completes prompts. hf: the transformers model, in slots. vllm: vLLM, which is installed
-    separately. auto: hf if the workers that train also generate and hf knows the architecture. Otherwise vllm, if it
-    is installed."""
+    separately. auto: hf if the training workers also generate and hf knows the architecture. Otherwise vllm, if it is
+    installed."""
     rollout_batch_size: int | None = None
     """Prompts that a rollout worker completes at once (hf). null: its whole slice."""
     max_prompt_length: int | None = None
@@ -60,8 +60,8 @@ class CompletionConfig(TrainConfig):
     """Largest number of tokens of a prompt with its completion. null: the sum of both limits if both are set, else the
     model's limit."""
     vllm_clip_completions: bool = False
-    """A completion ends where ``vllm_max_model_len`` has no more room behind its prompt, as vLLM itself ends it. false:
-    a prompt and ``max_completion_length`` must have room together."""
+    """A completion ends when prompt and completion reach ``vllm_max_model_len``, as in vLLM itself. false: a prompt and
+    ``max_completion_length`` must fit together."""
     vllm_max_num_seqs: int | None = None
     """Prompts that are completed at the same time. null: vLLM's own choice."""
     vllm_enforce_eager: bool = False
@@ -74,9 +74,9 @@ class CompletionConfig(TrainConfig):
     vllm_engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of vLLM's EngineArgs that have no key of their own here."""
     vllm_patches: bool = True
-    """Replace the slowest functions of a decoding step in vLLM. This applies only to vLLM versions in which both were
-    compared. It also applies to the engine of a teacher. false: vLLM's own functions. The numbers are the same, except
-    for rounding."""
+    """Give vLLM a scheduler that is faster in steps that only decode, and on Hopper GPUs a faster start of its Triton
+    attention. This applies only to vLLM versions in which both were compared. It also applies to the engine of a
+    teacher. false: vLLM's own code. The numbers are the same, except for rounding."""
 
     # From the trainer to the engine
     sleep_level: Literal[0, 1, 2] = 0

@@ -136,13 +136,13 @@ def key_mistakes(
             f"{' (it takes momentum)' if known else ''}. Remove it."
         )
     if optim == "sgd" and config.use_distributed_optimizer:
-        yield "optim: sgd cannot lie in shards with megatron-core. Write use_distributed_optimizer: false."
+        yield "megatron-core cannot shard optim: sgd. Write use_distributed_optimizer: false."
     if token_budget == "auto":
-        yield "token_budget: auto is measured by backend: fsdp alone. Write a number of tokens."
+        yield "token_budget: auto works only with backend: fsdp. Write a number of tokens."
     if token_budget is not None and config.infer_batch_size is not None:
         yield (
-            f"infer_batch_size is {config.infer_batch_size}, but token_budget says what a micro-batch holds, of those "
-            "that are only scored too. Remove one of them."
+            f"infer_batch_size is {config.infer_batch_size}, but token_budget already sets the size of every "
+            "micro-batch, also of scored ones. Remove one of the two keys."
         )
     if gradient_checkpointing and config.recompute_granularity == "selective":
         yield (
@@ -150,5 +150,5 @@ def key_mistakes(
             "selective. Remove one of them."
         )
     if gradient_checkpointing and config.moe_layer_recompute:
-        yield "gradient_checkpointing: true recomputes whole layers, those of experts too. Remove moe_layer_recompute."
+        yield "gradient_checkpointing: true recomputes all layers, also of experts. Remove moe_layer_recompute."
     yield from setting_mistakes(settings)

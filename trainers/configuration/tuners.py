@@ -16,6 +16,7 @@ BITS = ("load_in_4bit", "load_in_8bit")
 OF_FOUR_BITS = ("bnb_4bit_quant_type", "use_bnb_nested_quant")
 MANY_STEPS = 10**9  # where the length of a run is not known yet
 ADALORA = "adalora"  # which shares lora_alpha and lora_dropout with LoRA
+PARTS = ("vit", "aligner")  # of a vision model, as modules_to_save names them: the vision tower and what fits it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,12 @@ def peft_fields(config: TunerConfig, *, disable_dropout: bool) -> dict[str, Any]
     return fields
 
 
+def trained_parts(config: Any) -> list[str]:
+    """The parts of a vision model that learn themselves beside an adapter of its language model."""
+    asked = config.lora_kwargs.get("modules_to_save") or () if config.tuner_type == "lora" else ()
+    return [one for one in asked if one in PARTS]
+
+
 def check_tuner(config: TunerConfig, *, backend: str, max_steps: int) -> None:
     """Raises ConfigError for keys of a tuner that nobody would read, or whose values have no meaning together.
 
@@ -106,6 +113,8 @@ def check_tuner(config: TunerConfig, *, backend: str, max_steps: int) -> None:
         if key not in known:
             hint = nearest(key, known, DID_YOU_MEAN)
             raise ConfigError(f"{name} must be one of {', '.join(known)}; got {key!r}.{hint}")
+    if trained_parts(config) and set(trained_parts(config)) != set(PARTS):
+        raise ConfigError(f"lora_kwargs: modules_to_save has {trained_parts(config)[0]}. Write both: [vit, aligner]")
     if tuner not in ("full", "lora"):
         steps = max_steps if max_steps > 0 else MANY_STEPS
         peft_config(tuner, peft_fields(config, disable_dropout=False), num_training_steps=steps)
@@ -161,8 +170,8 @@ def quantization_mistake(config: TunerConfig, strategy: str, workers: Mapping[st
     for role, count in workers.items():
         if count > 1 and strategy != "no_shard":
             return (
-                f"{key}: quantized weights do not lie in shards, and role {role} has {count} workers. Write "
-                "fsdp_sharding_strategy: no_shard, by which each worker has all of them"
+                f"{key}: quantized weights cannot be sharded, and role {role} has {count} workers. Write "
+                "fsdp_sharding_strategy: no_shard, with which each worker has all weights"
             )
     return None
 

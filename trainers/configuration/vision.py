@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rayhelper import ConfigError
+from trainers.configuration.tuners import trained_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +31,9 @@ class VisionConfig:
     """The vision tower is not trained, and gets no adapter. null: true with an adapter or with backend: megatron, else
     false."""
     freeze_aligner: bool | None = None
-    """The aligner is not trained, and gets no adapter."""
+    """The aligner is not trained, and gets no adapter. null: the same rule as for freeze_vit."""
     freeze_llm: bool = False
     """The language model is not trained, and gets no adapter."""
-    vision_in_full: bool = False
-    """With tuner_type: lora, the vision tower and the aligner are trained in full, and only the language model by the
-    adapter (backend: fsdp; runs without a reference). freeze_vit and freeze_aligner are then false by default."""
     vit_lr: float | None = None
     """Learning rate of the vision tower. null: ``learning_rate``."""
     aligner_lr: float | None = None
@@ -48,7 +46,7 @@ def vision_settings(config: Any, *, trains: bool = True) -> dict[str, Any]:
     processing = {"processing": config.image_processor_kwargs, "videos": config.video_processor_kwargs}
     if not trains:
         return processing
-    unsaid = (config.has_adapter or config.backend == "megatron") and not config.vision_in_full
+    unsaid = not trained_parts(config) and (config.has_adapter or config.backend == "megatron")
     frozen = {
         "vit": unsaid if config.freeze_vit is None else config.freeze_vit,
         "aligner": unsaid if config.freeze_aligner is None else config.freeze_aligner,
@@ -58,7 +56,6 @@ def vision_settings(config: Any, *, trains: bool = True) -> dict[str, Any]:
     return {
         **processing,
         "frozen": [part for part, is_frozen in frozen.items() if is_frozen],
-        **({"whole": ("vit", "aligner")} if config.vision_in_full else {}),
         "rates": {part: rate for part, rate in rates.items() if rate is not None},
     }
 
@@ -69,10 +66,12 @@ def check_vision(config: VisionConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < 0:
             raise ConfigError(f"{name} must be at least 0; got {value}")
-    if config.vision_in_full:
-        check_in_full(config)
     if config.max_pixels is not None and config.max_pixels < 1:
         raise ConfigError(f"max_pixels must be at least 1; got {config.max_pixels}")
+    if trained_parts(config) and (config.freeze_vit or config.freeze_aligner):
+        raise ConfigError(
+            "lora_kwargs: modules_to_save has vit and aligner, but freeze_vit or freeze_aligner is true. Remove one."
+        )
     told = vision_settings(config)
     if len(told["frozen"]) == 3:
         raise ConfigError(
@@ -81,29 +80,8 @@ def check_vision(config: VisionConfig) -> None:
         )
 
 
-def check_in_full(config: Any) -> None:
-    """Raises ConfigError where parts that learn beside an adapter would be taken for those of the model before it."""
-    remedy = "Write vision_in_full: false."
-    if config.tuner_type != "lora":
-        raise ConfigError(f"vision_in_full is for tuner_type: lora, but tuner_type is {config.tuner_type}. {remedy}")
-    if config.backend == "megatron":
-        raise ConfigError("vision_in_full is for backend: fsdp. Write that, or vision_in_full: false.")
-    if config.quantization:
-        raise ConfigError(f"vision_in_full trains weights that load_in_4bit or load_in_8bit quantizes. {remedy}")
-    teaches_itself = hasattr(config, "has_live_teacher") and config.teacher_model is None
-    if getattr(config, "is_own_reference", False) or teaches_itself or getattr(config, "vllm_enable_lora", False):
-        raise ConfigError(
-            "vision_in_full changes weights beside the adapter, and the model without its adapter is needed here as it "
-            f"was (reference, teacher, or vllm_enable_lora). {remedy}"
-        )
-    if config.freeze_vit and config.freeze_aligner:
-        raise ConfigError(f"vision_in_full trains the parts that freeze_vit and freeze_aligner freeze. {remedy}")
-
-
 def vision_mistake(config: VisionConfig, *, sees: bool) -> str | None:
     """What is wrong with the keys for a model that ``sees`` pictures, or for a language model."""
     if not sees and config.freeze_llm:
         return "freeze_llm is true, but the model has no vision tower: nothing would learn. Remove it"
-    if not sees and config.vision_in_full:
-        return "vision_in_full is true, but the model has no vision tower. Write tuner_type: lora alone"
     return None

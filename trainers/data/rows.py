@@ -111,12 +111,10 @@ def check_seen(rows: Dataset, media: Sequence[str] = MEDIA, reason: str | None =
             if reason is not None:
                 raise ValueError(f"{count} of {len(rows)} rows have {name}: {reason}.")
             raise ValueError(
-                f"{count} of {len(rows)} rows have {name}, which are not seen here: they would be learned as the text "
-                f"around them. Vision models see images and videos in SFT, DPO, CPO, SimPO, ORPO, KTO, reward models, "
-                f"classifiers, embedding models, rerankers, GRPO, PPO, GKD and sampling, with engines hf "
-                f"(rollout_engine: hf), where all models of the run see them. Schedulers and environments of "
-                f"GKD do not show them. "
-                f"Take them out, or the column {name!r} if nothing is to be seen in it."
+                f"{count} of {len(rows)} rows have {name}, which this run cannot read: the model would learn only the "
+                "text around them. Images and videos need a vision model, for every model of the run. All trainers "
+                "take them, except pretraining with packing_strategy: wrapped. Schedulers and environments of GKD do "
+                f"not take them. Remove these rows, or the column {name!r} if the model needs no {name}."
             )
 
 
@@ -197,7 +195,7 @@ def _with_system(row: dict[str, Any], system: str) -> dict[str, Any]:
 
 
 def prompt_of(row: Mapping[str, Any]) -> Any:
-    """What is to be completed in a row: its ``prompt``, or its ``messages`` without a last turn of the assistant."""
+    """The prompt of a row: its ``prompt``, or its ``messages`` without a last turn of the assistant."""
     if row.get("prompt") is not None:
         return row["prompt"]
     if row.get("messages"):

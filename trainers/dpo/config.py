@@ -39,8 +39,9 @@ class DPOConfig(ReferenceConfig):
 
     # Loss
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
-    """One or several of sigmoid, cdpo, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired,
-    apo_zero, apo_down, discopop, sft, sigmoid_norm. Formulas and papers are in losses/preference.py."""
+    """One type, or several. For pairs: sigmoid, sigmoid_norm, cdpo, hinge, ipo, exo_pair, robust, discopop. For each
+    completion: nca_pair, bco_pair, sppo_hard, apo_zero, apo_down. For sorted pairs of a step: aot, aot_unpaired. For
+    the chosen completion: sft. Formulas and papers are in losses/preference.py."""
     loss_weights: list[float] | None = None
     """One weight per loss type. null: 1 for each."""
     rpo_alpha: float | None = None
@@ -60,8 +61,7 @@ class DPOConfig(ReferenceConfig):
     discopop_tau: float = 0.05
     """Temperature of the mixture in loss type discopop."""
     bco_shift: bool = False
-    """In bco_pair, subtract from rewards their mean over all steps so far, with the present one (BCO, arXiv
-    2404.04656)."""
+    """With bco_pair: subtract the running mean of the rewards over all steps so far (BCO, arXiv 2404.04656)."""
 
     # Reference
     reference_free: bool = False

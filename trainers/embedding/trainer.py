@@ -224,8 +224,8 @@ def check_embedding(config: EmbeddingConfig, found: Any) -> None:
     pooling = pooling_of(config, files, found)
     if config.sequence_parallel_size > 1 and (pooling != "last" or is_encoder(found)):
         raise ConfigError(
-            f"sequence_parallel_size is {config.sequence_parallel_size}, but workers share rows of decoders with "
-            f"pooling last alone, and pooling is {pooling}. Remove it."
+            f"sequence_parallel_size is {config.sequence_parallel_size}, but workers share only rows of decoders with "
+            f"pooling last, and pooling is {pooling}. Remove it."
         )
     if config.backend == "megatron" and pooling != "last":
         raise ConfigError(f"backend: megatron has pooling last alone, and pooling is {pooling}. Write backend: fsdp.")

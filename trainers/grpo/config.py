@@ -163,7 +163,7 @@ class GRPOConfig(CompletionConfig):
     sapo_temperature_neg: float = 1.05
     """Steepness of sapo's gate for negative advantages."""
     real_tau: float = 0.5
-    """Temperature of the scores by which real classifies the completions of a prompt."""
+    """Temperature of real's scores, which classify the completions of a prompt."""
     vespo_k_pos: float = 2.0
     """vespo weighs a ratio w by e^lambda w^k e^(-lambda w). This is k for advantages >= 0."""
     vespo_lambda_pos: float = 3.0
@@ -386,8 +386,8 @@ def check_rejection(config: GRPOConfig) -> None:
 def check_rewards(config: GRPOConfig) -> None:
     if not config.num_rewards:
         raise ConfigError(
-            "reward_funcs is empty: GRPO needs at least one reward function, such as exact_answer, a reward_model, or "
-            "a teacher_model that judges tokens"
+            "reward_funcs is empty. Name a reward function, such as exact_answer, or set a reward_model, or a "
+            "teacher_model that judges tokens"
         )
     check_reward_functions(config)
     for name in config.reward_model:
@@ -439,8 +439,8 @@ def check_advantages(config: GRPOConfig) -> None:
     }
     if "scale_rewards" not in parameters(estimator.function) and config.scale_rewards not in scales.get(name, own):
         raise ConfigError(
-            f"scale_rewards={config.scale_rewards} is for advantage_estimator=grpo: {name} divides as its formula "
-            "says (advantages.py). Remove it."
+            f"scale_rewards={config.scale_rewards} is for advantage_estimator=grpo: {name} divides by its own formula "
+            "(advantages.py). Remove it."
         )
     at_least(config, 1, "pass_k")
     if name == "pass_at_k" and config.pass_k > config.num_generations:
@@ -484,7 +484,7 @@ def check_advantages(config: GRPOConfig) -> None:
         )
     if config.sync_ref_model and config.is_own_reference:
         raise ConfigError(
-            "sync_ref_model needs a reference of its own, and with tuner_type: lora it is the policy without its "
+            "sync_ref_model needs a separate reference. With tuner_type: lora the reference is the policy without its "
             "adapter. Set ref_model (to the same model), or remove sync_ref_model."
         )
     if not 0 <= config.ref_model_mixup_alpha <= 1:
@@ -564,8 +564,8 @@ def check_clip_range(config: GRPOConfig) -> None:
     for name, value in (("epsilon", config.epsilon), ("epsilon_high", upper)):
         if loss == "dppo_tv" and value > 1:
             raise ConfigError(
-                f"{name} must lie in [0, 1], got {value}: loss_type=dppo_tv compares probabilities, which are at most "
-                "1 apart"
+                f"{name} must lie in [0, 1], got {value}: loss_type=dppo_tv compares probabilities, which differ by at "
+                "most 1"
             )
 
 

@@ -33,8 +33,7 @@ REWARD_MODEL = "reward_model"
 def read_rows(config: RunConfig, source: Any, split: str, images: ImageReader | None = None) -> Any:
     """The rows of ``dataset`` or ``eval_dataset``; ``images``: of a model that sees pictures, which rows then may have.
 
-    Of the rows to learn from it is counted how many are left out, here and later. Raises ConfigError if there are none
-    of the kind.
+    For training rows it counts how many are left out, here and later. Raises ConfigError if there are no rows.
     """
     learns = isinstance(config, TrainConfig) and (source, split) == config.training_data
     counted.set(Counted((source, split), is_open=True) if learns else replace(counted.get(), is_open=False))
@@ -104,8 +103,6 @@ def videos_mistake(config: Any, model: str, beside: Mapping[str, str]) -> str | 
     """
     if not hasattr(config, "video_processor_kwargs"):
         return "sampling shows no videos to a model. Take rows without videos"
-    if config.backend != "fsdp":
-        return f"backend: {config.backend} shows no videos to a model. Write backend: fsdp"
     for key in ("rollout_engine", "teacher_engine"):
         if getattr(config, key, "hf") == "vllm":
             return f"{key}: vllm shows no videos to a model. Write {key}: hf"
@@ -134,8 +131,8 @@ def check_same_pixels(
     own, theirs = (load_processor(name, **told) for name in (policy, model))
     if own.image_processor.to_dict() != theirs.image_processor.to_dict():
         raise ConfigError(
-            f"{key}: the processor of {model!r} makes other tokens of pictures than the processor of {policy!r}, whose "
-            "token ids it would be given. Take a model with the same processor."
+            f"{key}: the processor of {model!r} gives pictures other tokens than the processor of {policy!r}. But it "
+            "would get the token ids of the policy. Take a model with the same processor."
         )
 
 
@@ -148,10 +145,10 @@ def read_prompts(
     *,
     added_columns: Sequence[str] = (),
 ) -> Any:
-    """As ``read_rows``, of rows that each have a prompt to complete, and the columns that ``reward_funcs`` ask for.
+    """The rows of ``read_rows``, checked: each has a prompt to complete, and the columns that ``reward_funcs`` need.
 
-    ``tokenizer``: of the run; None: the one of ``config.model``, if that is a folder. ``added_columns``: of those that
-    the functions ask for, the ones that the trainer itself adds before it rewards completions.
+    ``tokenizer``: the run's. None: the tokenizer of ``config.model``, if that is a folder. ``added_columns``: the
+    columns for the functions that the trainer itself adds before it rewards completions.
 
     Raises:
         ConfigError: rows have no prompt, or a broken one, and ``skip_broken_rows`` is false. It names the first few.
@@ -214,7 +211,8 @@ def skips_broken(config: RunConfig) -> bool:
 
 
 def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:
-    """The folder or hub name of the model, built first if a plugin builds it or it grows, and its tokenizer.
+    """The folder or hub name of the model, and its tokenizer. If a plugin makes the model, or it needs new tokens, it
+    is built first.
 
     Raises:
         ConfigError: a tokenizer that cannot be loaded, has no end-of-sequence token, or has more tokens than the model.

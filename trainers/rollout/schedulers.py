@@ -337,8 +337,8 @@ class Scheduled:
             owner = next((kind for kind in self.kind.__mro__ if method in vars(kind)), RolloutScheduler)
             if owner.__module__ != __name__:
                 raise ValueError(
-                    f"multi_turn_scheduler {self.name!r}: {owner.__name__} has a {method} of its own, which is not "
-                    "supported. Write check_finished and step, or an environment (@register_environment)."
+                    f"multi_turn_scheduler {self.name!r}: {owner.__name__} has a {method} of its own, which RayHelper "
+                    "does not support. Write check_finished and step, or an environment (@register_environment)."
                 )
         game = arguments.get("gym_env")
         if game is not None and game not in GAMES:
@@ -445,8 +445,8 @@ class ScheduledEpisode:
         has_ids = result.get("response_token_ids") is not None
         if self.request.messages[len(before) - 1] != before[-1] and not has_ids:
             raise ValueError(
-                f"{self.name}.step changed the text of the model's turn and gave no response_token_ids: what was "
-                "sampled is not tokenized again. Give them, with response_loss_mask 0 on your own tokens."
+                f"{self.name}.step changed the text of the model's turn and gave no response_token_ids. Sampled tokens "
+                "are not tokenized again. Give the ids, with response_loss_mask 0 on your own tokens."
             )
         return Reply(
             added,

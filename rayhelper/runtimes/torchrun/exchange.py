@@ -94,9 +94,8 @@ class Exchange:
         self.key = self.run_key.secret
         if not self.run_key.is_shared and rank == 0:
             logger.warning(
-                "this run has several nodes and no %s: a late call shows only the stacks of its own node, and "
-                "values from other nodes are not authenticated. Set %s to the same "
-                "secret on every node.",
+                "this run has several nodes and no %s. So a late call shows only the stacks of its own node. Values "
+                "from other nodes are not authenticated. Set %s to the same secret on every node.",
                 VARIABLE,
                 VARIABLE,
             )
@@ -206,7 +205,7 @@ class Exchange:
         for source, whole in enumerate(received):
             if not self.codes.fits(bytes(whole[:TAG_BYTES]), source, number, whole[TAG_BYTES:]):
                 raise _ForgedError(
-                    f"what came in the place of rank {source} was not made with this run's key, and was not read. "
+                    f"the message in the place of rank {source} was not made with this run's key, and was not read. "
                     f"Either {VARIABLE} is not the same on all nodes, or somebody else writes to the run's store"
                 )
         values = [whole[TAG_BYTES:] for whole in received]
@@ -304,11 +303,11 @@ class Exchange:
     @contextlib.contextmanager
     def hearing_of_the_end(self, note: Callable[[], None]) -> Iterator[None]:
         """Inside, ``note`` is called when another process passes on that the run shall end."""
-        self.note_end = note
+        before, self.note_end = self.note_end, note
         try:
             yield
         finally:
-            self.note_end = None
+            self.note_end = before
 
     def pass_end_on(self) -> bool:
         """Tells process 0 that the run shall end, or on process 0 all others. Whether process 0 knows it now."""
@@ -362,8 +361,8 @@ class Exchange:
             told.append(f"{_ranks(gone)} no longer answers: the process ended, or cannot be reached")
         if left:
             told.append(
-                f"{_ranks(left)} left the run by RayHelper.teardown() or the end of the program, without this call: "
-                "every process must make the same calls"
+                f"{_ranks(left)} left the run through RayHelper.teardown() or the end of the program. Every process "
+                "must make the same calls, and they did not make this one"
             )
         answering = f"every process {'' if self.run_key.is_shared else 'of this node '}still answers"
         return ConnectionError(f"{'; '.join(told) or answering} ({first_line(lost)})")

@@ -418,9 +418,9 @@ class TorchrunWorker(WorkerRuntime):
         if dist.is_initialized():
             if self.joined is None and dist.get_world_size() != self.info.world_size:
                 raise RoleError(
-                    f"{self.describe()} cannot join a process group of its {self.info.world_size} workers: this "
-                    f"process is in one of {dist.get_world_size()}, and torchrun gives a role no process of its own. "
-                    "Give the groups the same ranks, or use Ray."
+                    f"{self.describe()} cannot join a process group of its {self.info.world_size} workers. This "
+                    f"process is already in a group of {dist.get_world_size()}, and under torchrun a role has no "
+                    "separate processes. Give the groups the same ranks, or use Ray."
                 )
             self.joined = self.joined or Joined(dist.get_backend(), timeout_s)
             return

@@ -42,6 +42,9 @@ def model_arguments(model: Any, inputs: Inputs, way: Way | None) -> dict[str, An
         ConfigError: rows hold several documents, and the model has no way to keep them apart.
     """
     config = model.config.get_text_config()
+    if inputs.sees_BTT is not None:
+        mask = inputs.sees_BTT[:, None]
+        return {"input_ids": inputs.input_ids_BT, "position_ids": inputs.position_ids_BT, "attention_mask": mask}
     arguments = {"input_ids": inputs.input_ids_BT, **packed_arguments(config, inputs)}
     if inputs.seen is not None:
         arguments |= picture_arguments(model, inputs.seen)
@@ -102,9 +105,9 @@ def picture_positions(part: Any, inputs: Inputs) -> torch.Tensor:
 def refusal(model: Any) -> str:
     """Why rows of several documents are refused, and what to do."""
     return (
-        f"{type(model).__name__} does not keep the documents of one row apart here: one would change the numbers of "
-        "another. Set packing: false and padding_free: false. (Recurrent and convolution layers need the kernels of "
-        "flash-linear-attention and causal-conv1d, or mamba-ssm, on a GPU.)"
+        f"{type(model).__name__} does not separate the documents of one row here: one document would change the "
+        "numbers of another. Set packing: false and padding_free: false. (Recurrent and convolution layers need the "
+        "kernels of flash-linear-attention and causal-conv1d, or mamba-ssm, on a GPU.)"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -12,6 +13,8 @@ from rayhelper import ConfigError
 from trainers.backends.fsdp.sharding import as_placed, full
 
 OptimizerName = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "rmsprop", "adagrad", "muon"]
+
+OF_ADAPTERS = re.compile(r"\.(modules_to_save\.default|lora_[AB]\.default)(?=\.)")  # what peft adds to names
 
 
 def build_optimizer(
@@ -116,10 +119,13 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """The weights that are trained, as transformers' Trainer divides them: no decay of biases and norms.
 
-    Weights with a learning rate of their own (``rates``) are groups of their own behind these.
+    Weights with a learning rate of their own (``rates``) are groups of their own behind these; what an adapter has
+    beside a weight has its rate.
     """
-    rates, decayed = rates or {}, decayed_names(module)
+    decayed = decayed_names(module)
     trained = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
+    known = {name: OF_ADAPTERS.sub("", name) for name, _ in trained}
+    rates = {name: (rates or {})[plain] for name, plain in known.items() if plain in (rates or {})}
     groups = [(True, weight_decay), (False, 0.0)]
     found: list[dict[str, Any]] = []
     for rate in (None, *sorted({rates[name] for name, _ in trained if name in rates})):

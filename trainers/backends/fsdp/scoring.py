@@ -21,6 +21,7 @@ from trainers.backends.offload import WEIGHTS, Offload
 from trainers.backends.random_state import unmoved
 from trainers.backends.scores.inputs import ReadAt, in_order, micro_batches, model_inputs, targets_of_rows
 from trainers.backends.scores.scorer import Scorer
+from trainers.backends.scores.shared_prompts import shared_inputs
 from trainers.backends.scores.top_logps import TopLogps
 from trainers.batch import Ragged, Sequences
 
@@ -43,6 +44,7 @@ class Scoring:
     low: LowWeights | None  # of a single worker
     casts: bool  # by autocast
     is_sharded: bool
+    shares_prompts: bool  # completions of one prompt may stand in one row
     compiles_learning: bool  # layers are compiled for passes that learn alone
 
     def token_logps(
@@ -148,7 +150,9 @@ class Scoring:
         micro = Sequences(Ragged.of([], np.int64), Ragged.of([], bool)) if micro is None else micro
         sharing = None if self.sharing is None else (self.sharing.index, self.sharing.size)
         told: dict[str, Any] = {"padding_free": self.padding_free, "read_at": self.read_at, "sharing": sharing}
-        inputs = model_inputs(micro, self.device, **told, vision=self.vision)
+        inputs = shared_inputs(micro, self.device) if self.shares_prompts else None
+        if inputs is None:
+            inputs = model_inputs(micro, self.device, **told, vision=self.vision)
         if not isinstance(self.scorer, Scorer):
             settings = {}
         with self._computing():

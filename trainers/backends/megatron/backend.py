@@ -146,8 +146,7 @@ class MegatronBackend:
         self.adapter: MegatronAdapter | None = None
         if lora is not None:
             values: dict[str, Any] = {"value_head": head == "value", "num_labels": num_labels, "seed": seed}
-            inner = "" if self.tower is None else self.tower.inner
-            self.adapter = MegatronAdapter(self.hf, self.stages, lora, inner=inner, **values)
+            self.adapter = MegatronAdapter(self.hf, self.stages, lora, tower=self.tower, **values)
         self.num_active = self.weights.num_active()
         self.module: Any = None  # an engine has its own
         self.sent = SentWeights()

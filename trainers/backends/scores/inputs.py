@@ -63,6 +63,7 @@ class Inputs(NamedTuple):
     longest_document: int = 0  # tokens; 0: where every row is one document
     part: Part | None = None
     seen: Seen | None = None  # None: no row has a picture
+    sees_BTT: torch.Tensor | None = None  # bool, where a query sees a key; None: all before it in its document
 
 
 def micro_batches(

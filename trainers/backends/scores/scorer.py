@@ -138,8 +138,8 @@ class ValueScorer(torch.nn.Module):
         super().__init__()
         if not callable(getattr(model, "score", None)) or model.base_model is model:
             raise ValueError(
-                f"{type(model).__name__} has no backbone with a linear layer named score on top of it; a value model "
-                "is what AutoModelForSequenceClassification builds for decoders such as Qwen3 or Llama."
+                f"{type(model).__name__} has no backbone with a linear layer named score on top of it. A value model "
+                "is a model of AutoModelForSequenceClassification for a decoder, such as Qwen3 or Llama."
             )
         self.model, self.way, self.ranks = model, way, ranks
         self.dummy: Dummy | None = None  # as of ``Scorer``

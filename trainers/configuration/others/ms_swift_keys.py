@@ -96,7 +96,7 @@ def engine_beside_training(given: GivenKeys) -> None:
     if not changed["colocate_groups"]:
         del changed["colocate_groups"]
     given.values["device_groups"] = changed
-    logger.info("role rollout has processes of its own on the devices of role %s: %d hold an engine", host, size)
+    logger.info("role rollout has its own processes on the devices of role %s: %d hold an engine", host, size)
 
 
 def room_for_prompts(given: GivenKeys) -> None:
@@ -290,7 +290,7 @@ def _fsdp(given: GivenKeys) -> None:
             given.refuse("fsdp", f"fsdp: {name} is not supported: it holds fsdp and fsdp_config. Remove it there")
         for name in ("fsdp", "fsdp_config"):
             if name in given.values:
-                given.refuse(name, f"{name} stands beside fsdp: {value}, which says it too. Remove one of them")
+                given.refuse(name, f"{name} stands beside fsdp: {value}, which also sets it. Remove one of them")
             given.values[name] = held.get(name, FSDP[name])
             given.where.setdefault(name, given.where["fsdp"])
 
@@ -316,7 +316,7 @@ def _checkpoints(given: GivenKeys) -> None:
         given.values.pop("early_stop_interval", None)
     if given.foreign("save_safetensors") and given.get("save_safetensors") is False:
         given.take("save_safetensors")
-        given.notes["save_safetensors"] = "a checkpoint holds what a run goes on from, the folder final the model"
+        given.notes["save_safetensors"] = "a checkpoint has all that a run continues from, the folder final the model"
     if given.foreign("eval_iters") and given.get("eval_iters") == 0:
         given.take("eval_iters")
         for name in ("eval_dataset", "split_dataset_ratio", "eval_steps"):

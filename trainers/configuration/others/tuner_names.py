@@ -14,9 +14,10 @@ from trainers.configuration.others.other_names import KNOWN_TUNERS, QUANTIZED
 from trainers.configuration.reading.given_keys import GivenKeys
 
 BONE, MISS = "bone", "miss"  # two names of one tuner
-LORA_LLM = "lora_llm"
+OF_LANGUAGE = "lora_llm"
+ALL_ROUTER, ROUTER = "all-router", "mlp.gate.weight"  # ms-swift's word, and peft's name of a router's weight
 OTHER_TUNERS = (  # of ms-swift and peft
-    *("adapter", "llamapro", "loha", "lokr", "longlora", "lora_llm", "oft", "prefix_tuning", "prompt_tuning"),
+    *("adapter", "llamapro", "loha", "lokr", "longlora", "oft", "prefix_tuning", "prompt_tuning"),
     *("p_tuning", "qlora", "reft"),
 )
 OF_LORA = {"use_rslora": "use_rslora", "use_dora": "use_dora", "init_weights": "init_lora_weights"}
@@ -62,20 +63,18 @@ def translate_tuner(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     tuner = given.get("tuner_type", defaults.get("tuner_type"))
     if not isinstance(tuner, str):
         return  # whoever reads its type says that it is none
-    if tuner == LORA_LLM and given.get("backend") != "megatron" and "vision_in_full" in given.known:
-        _lora_llm(given)
-        tuner = "lora"
-    elif tuner in OTHER_TUNERS:
+    if tuner in OTHER_TUNERS:
         written = given.written.get("tuner_type", "tuner_type")
         given.take("tuner_type")
-        meant = {"qlora": "lora and load_in_4bit: true", LORA_LLM: "lora, or backend: fsdp"}.get(
-            tuner, "lora (or full)"
-        )
+        meant = "lora and load_in_4bit: true" if tuner == "qlora" else "lora (or full)"
         given.refuse(
             "tuner_type",
             f"{written} {tuner} is not supported: of tuners there are {KNOWN_TUNERS}. Write tuner_type: {meant}",
         )
         tuner = "lora"
+    elif tuner == OF_LANGUAGE:
+        tuner = given.values["tuner_type"] = "lora"
+        _whole_tower(given)
     elif tuner == BONE:
         tuner = given.values["tuner_type"] = MISS
     is_ms_swift = defaults.get("defaults") == "ms-swift"
@@ -85,19 +84,17 @@ def translate_tuner(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     _modules_to_save(given, tuner)
 
 
-def _lora_llm(given: GivenKeys) -> None:
-    """An adapter of the language model, beside a vision tower and an aligner that learn whole.
-
-    It has the rank and the alpha alone (``swift/tuner_plugin/lora_llm.py``): every linear layer, and no dropout.
-    """
-    unread = [*OF_LORA, "lora_dropout", "lora_target_modules", "modules_to_save", "freeze_vit", "freeze_aligner"]
-    for name in [name for name in (*unread, "freeze_llm") if name in given.values]:
-        written = given.written.get(name, name)
+def _whole_tower(given: GivenKeys) -> None:
+    """ms-swift's lora_llm: vision tower and aligner learn themselves beside an adapter of the language model."""
+    for name in [name for name in ("freeze_vit", "freeze_aligner", "freeze_llm") if name in given.values]:
         given.take(name)
-        given.notes[written] = f"tuner_type {LORA_LLM} does not read it"
-    given.values["tuner_type"] = "lora"
-    given.put("vision_in_full", True, "tuner_type")
-    given.put("lora_dropout", 0.0, "tuner_type")
+        given.notes[name] = f"tuner_type is {OF_LANGUAGE}: vision tower and aligner learn themselves"
+    if given.get("backend") != "megatron" and given.get("lora_dropout", 0.0) != 0.0:
+        given.take("lora_dropout")
+        given.notes["lora_dropout"] = f"tuner_type is {OF_LANGUAGE}, which does not read it"
+    if given.get("backend") != "megatron":
+        given.put("lora_dropout", 0.0, "tuner_type")
+    given.put_inner("lora_kwargs", "modules_to_save", ["vit", "aligner"], "tuner_type")
 
 
 def _megatron_layers(given: GivenKeys) -> None:
@@ -105,6 +102,9 @@ def _megatron_layers(given: GivenKeys) -> None:
     name = "lora_target_modules"
     listed = given.get(name)
     names = listed.split() if isinstance(listed, str) else listed
+    if given.get("backend") == "megatron" and isinstance(names, list) and ALL_ROUTER in names:
+        names = given.values[name] = [one for one in names if one != ALL_ROUTER]
+        given.put_inner("lora_kwargs", "target_parameters", [ROUTER], name)
     if given.get("backend") != "megatron" or not isinstance(names, list) or not set(OF_MEGATRON) & {*map(str, names)}:
         return
     given.values[name] = [one for layer in names for one in OF_MEGATRON.get(str(layer), (layer,))]
@@ -137,8 +137,8 @@ def _fields(given: GivenKeys, tuner: Any, *, is_ms_swift: bool) -> None:
             given.notes[name] = f"tuner_type is {tuner}, which does not read it"
     if tuner == "vera" and given.get("lora_target_modules", ["all-linear"]) in ("all-linear", ["all-linear"]):
         given.notes["tuner_type"] = (
-            "vera changes all linear layers, as in peft; in ms-swift those alone that are as large as v_proj. "
-            "lora_target_modules names some"
+            "vera changes all linear layers, as in peft. In ms-swift it changes only layers as large as v_proj. "
+            "lora_target_modules chooses layers"
         )
 
 
@@ -166,8 +166,8 @@ def _quantization(given: GivenKeys, *, is_ms_swift: bool) -> None:
     if method not in ("bnb", None):
         given.refuse(
             "quant_method",
-            f"{', '.join(said)}: quant_method {method} is not supported, as only bitsandbytes quantizes weights. "
-            "Write quant_method: bnb, quant_bits: 4 or 8, and remove what is of another method",
+            f"{', '.join(said)}: quant_method {method} is not supported, because only bitsandbytes quantizes weights. "
+            "Write quant_method: bnb, quant_bits: 4 or 8, and remove the keys of other methods",
         )
     elif method is None and bits is not None:
         given.notes["quant_bits"] = "without quant_method nothing is quantized, in ms-swift neither"

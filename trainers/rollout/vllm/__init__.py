@@ -11,8 +11,9 @@
     processes.py    vLLM's own processes under one engine
     cpu_worker.py   such a process on a CPU
     vision/         the pictures of prompts
+    scheduling/     a scheduler whose steps that only decode are arrays
     patches.py      changes to vLLM
-    decoding.py     what they put in the place of vLLM's functions
+    kernel.py       what one of them puts in the place of vLLM's kernel
 
-No file imports vLLM as it is imported itself, but for ``cpu_worker.py``, which vLLM asks for.
+Two files import vLLM as they are imported: ``cpu_worker.py`` and ``scheduling/scheduler.py``. vLLM asks for both.
 """

@@ -11,22 +11,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainers.rollout.vllm.decoding import DecodedTokens
 from trainers.rollout.vllm.model import scale_logits
 from trainers.rollout.vllm.patches import salt_again
 from trainers.rollout.vllm.processes import uninterrupted
+from trainers.rollout.vllm.scheduling.rows import DecodedTokens
+from trainers.rollout.vllm.scheduling.steps import take_decoded
 
 
 class Core:
-    """The core of ``engine``, an LLMEngine; ``decoded``: where its steps put tokens that end nothing."""
+    """The core of ``engine``, an LLMEngine."""
 
-    def __init__(self, engine: Any, decoded: list[DecodedTokens], *, on_cpu: bool) -> None:
+    def __init__(self, engine: Any, *, on_cpu: bool) -> None:
         self.engine, self.on_cpu = engine, on_cpu
         self.tasks = engine.get_supported_tasks()
         self.adapter: Any = None  # what requests say of it
         self.sees = False  # whether prompts may have pictures
         self.cache_salt = 0  # requests share what is cached with those of the same one
-        self._decoded = decoded
         self._scale = 1.0
 
     @property
@@ -52,8 +52,7 @@ class Core:
         eager = torch.compiler.set_stance("force_eager") if self.on_cpu else contextlib.nullcontext()
         with uninterrupted(), eager:
             outputs = self.engine.engine_core.get_output().outputs
-        decoded, self._decoded[:] = self._decoded[:], []
-        return decoded, outputs
+        return take_decoded(self.scheduler), outputs
 
     def abort(self, requests: dict[str, Any]) -> None:
         """Gives up the requests, and forgets them."""

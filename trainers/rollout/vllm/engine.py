@@ -61,7 +61,7 @@ class VllmEngine:
     """Completes prompts, and scores sequences, with weights of its own that ``load_weights`` replaces.
 
     ``engine_kwargs`` are fields of vLLM's EngineArgs under its own names, and ``key`` what messages call them.
-    ``patches``: with the changes to vLLM that make its steps quicker (``patches.py``).
+    ``patches``: with what makes its steps quicker (``scheduling``, and the kernel of ``patches.py``).
     ``tensor_parallel_size`` workers of the role hold one model together: each has an engine, and all are given the same
     prompts. ``alone``: the engine has nothing to do with those of other workers, nor is their process group joined, and
     so many processes of its own, with as many GPUs of this worker, hold the model (one: this process). ``sleep_level``
@@ -128,10 +128,8 @@ class VllmEngine:
             **(adapter_settings(lora_rank, lora_target_modules) if lora_rank else {}),
             **(engine_fields_of_vision(vision, given, processing or {}) if vision is not None else {}),
         }
-        self.engine, decoded = start(
-            fields, on_cpu=on_cpu, alone=alone, has_processes=has_processes, is_patched=patches
-        )
-        self.core = Core(self.engine, decoded, on_cpu=on_cpu)
+        self.engine = start(fields, on_cpu=on_cpu, alone=alone, has_processes=has_processes, is_patched=patches)
+        self.core = Core(self.engine, on_cpu=on_cpu)
         told: dict[str, Any] = {"trust_remote_code": trust_remote_code, "processing": processing}
         self.features = Features(self.engine, model, tokenizer, **told) if vision is not None else None
         self.core.sees = vision is not None
@@ -225,7 +223,8 @@ class VllmEngine:
         version = self._next_version()
         decoded, outputs = self.core.step()
         for step in decoded:
-            for request_id, token, logp in zip(*step, strict=True):
+            values = (step.request_ids, step.tokens.tolist(), step.logps.tolist())
+            for request_id, token, logp in zip(*values, strict=True):
                 if running := self._running.get(request_id):  # otherwise it was given up while its step was under way
                     running.begin(version)
                     running.ids.append(token)

@@ -16,6 +16,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {  # by logger: how the message begins
         "Enforce eager set",  # by the key vllm_enforce_eager
         "Inductor compilation was disabled by user settings",
     ),
+    "vllm.config.scheduler": ("Using custom scheduler class trainers.",),  # compared with vLLM's own, by version
     "vllm.v1.engine.input_processor": (
         "Passing raw prompts to InputProcessor",
     ),  # of token ids, which need no renderer

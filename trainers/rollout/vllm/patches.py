@@ -1,7 +1,7 @@
 """Changes to vLLM that have no public switch. One function a patch; delete when vLLM has the switch.
 
-The first three make decoding quicker and nothing else; ``vllm_patches: false`` leaves them out. They replace functions
-of vLLM that were compared in 0.26 and 0.32. Where a function differs, it stays vLLM's own, and one line of log says so.
+The first makes decoding quicker and nothing else; ``vllm_patches: false`` leaves it out. It replaces a kernel of vLLM
+that was compared in 0.26 and 0.32. Where its call differs, it stays vLLM's own, and one line of log says so.
 The engine needs the other patches. Each looks for what it changes by its name.
 """
 
@@ -18,37 +18,48 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 
-from trainers.rollout.vllm import decoding
+from trainers.rollout.vllm.kernel import DecodingKernel
 
 logger = logging.getLogger(__name__)
 
-# The functions that each patch replaces or does the work of, and the first 16 digits of the sha256 of their source in
-# vLLM 0.32. 0.26 was compared on GPUs without taking these digits: there the version alone decides
+VERSIONS = ("0.26.", "0.32.")
+# What we replace or do the work of, and the first 16 digits of the sha256 of its source in each of these versions
+_CACHE = "vllm.v1.core.kv_cache_manager:KVCacheManager"
+_COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
+_PAGES = "vllm.v1.core.single_type_kv_cache_manager"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_ASYNC = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
 SOURCES = {
     "small_blocks_decode": {
-        "vllm.v1.attention.ops.triton_unified_attention:unified_attention": "7f622e55ccdbcee8",
+        "vllm.v1.attention.ops.triton_unified_attention:unified_attention": ("7f622e55ccdbcee8", "7f622e55ccdbcee8"),
     },
-    "quick_allocation": {
-        "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": "8c60d937fd9eb0c8",
-        "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks": "62ae87327fd28249",
-        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks": "8a801b2adf06ab1a",
-        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.cache_blocks": "981125e4caafbec8",
-        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.cache_blocks": "973ea9fec0745c95",
-    },
-    "quick_update": {
-        "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": "85b29db96051135c",
-        "vllm.v1.core.sched.scheduler:Scheduler._update_request_with_output": "ff6e3f664c996a8f",
-        "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_request_with_output": "c4c4ccac872af040",
-        "vllm.v1.core.sched.utils:check_stop": "5149b60c92d21064",
+    "decoding_scheduler": {
+        f"{_SCHEDULER}.schedule": ("491d8fe7c9e3c94c", "da4f2cf2fc39c39e"),
+        f"{_SCHEDULER}._make_cached_request_data": ("8aeb1dc3ba937dd2", "8aeb1dc3ba937dd2"),
+        f"{_SCHEDULER}._update_after_schedule": ("64687e40211fcd82", "2b527eb8070d3cce"),
+        f"{_SCHEDULER}.update_from_output": ("844367185957e48a", "85b29db96051135c"),
+        f"{_SCHEDULER}._update_request_with_output": ("389ae7ea2b1a34e6", "ff6e3f664c996a8f"),
+        f"{_SCHEDULER}.finish_requests": ("fc83b2419ccb624c", "b7a4ef7b8aa588bf"),
+        f"{_SCHEDULER}.reset_prefix_cache": ("bf241b416138c4d6", "8e03dcc540a25a8f"),
+        f"{_ASYNC}._update_after_schedule": ("c49d8b90a61c2b1d", "138d47daea23cdfd"),
+        f"{_ASYNC}._update_request_with_output": ("0a8d94d5aaa21fd9", "c4c4ccac872af040"),
+        "vllm.v1.core.sched.utils:check_stop": ("6165c7369f4af433", "5149b60c92d21064"),
+        "vllm.v1.core.sched.output:SchedulerOutput": ("7194158700f96140", "97fb4463a2eda132"),
+        "vllm.v1.core.sched.output:CachedRequestData": ("b0a215b040121b1a", "b0a215b040121b1a"),
+        "vllm.v1.request:Request": ("66802a25ba9f70f2", "53bd7cff8118743c"),
+        f"{_CACHE}.allocate_slots": ("ad07182657498a47", "8c60d937fd9eb0c8"),
+        f"{_CACHE}.cache_blocks": ("43e4641c63772b09", "62ae87327fd28249"),
+        f"{_COORDINATOR}.cache_blocks": ("e8ae7cd1a20be5d0", "8a801b2adf06ab1a"),
+        f"{_PAGES}:FullAttentionManager.cache_blocks": ("621b47e9e0738729", "981125e4caafbec8"),
+        f"{_PAGES}:SingleTypeKVCacheManager.cache_blocks": ("03520a72dfa386ab", "973ea9fec0745c95"),
     },
 }
 
-# Quicker steps
+# A quicker kernel
 
 
 def small_blocks_decode(is_on: bool = True) -> None:
@@ -63,64 +74,26 @@ def small_blocks_decode(is_on: bool = True) -> None:
     from vllm.v1.attention.ops import triton_unified_attention as attention
 
     kernel = getattr(attention, "kernel_unified_attention", None)
-    if isinstance(kernel, decoding.DecodingKernel):
+    if isinstance(kernel, DecodingKernel):
         if not is_on:
             attention.kernel_unified_attention = kernel.kernel
-    elif is_on and kernel is not None and _is_hopper() and _is_compared("small_blocks_decode"):
-        attention.kernel_unified_attention = decoding.DecodingKernel(kernel)
+    elif is_on and kernel is not None and _is_hopper() and is_compared("small_blocks_decode"):
+        attention.kernel_unified_attention = DecodingKernel(kernel)
 
 
-def quick_allocation(scheduler: Any) -> None:
-    """A request whose last page has room for the next token is asked for no more: nearly all, in a step that decodes.
-
-    vLLM (0.26, 0.32) goes through allocation and caching of each request in each step, to find that there is nothing to
-    do (vllm/v1/core/kv_cache_manager.py, ``allocate_slots`` and ``cache_blocks``). With hundreds of requests of a small
-    model the step waits for that. What is skipped would change nothing; where the cache is of another kind (sliding
-    windows, state spaces, several groups of layers), and in other versions, all stays as it is.
-    """
-    cache = scheduler.kv_cache_manager
-    managers = cache.coordinator.single_type_managers
-    if [type(manager).__name__ for manager in managers] != ["FullAttentionManager"]:
-        return
-    pages = managers[0]
-    has_whole_pages = pages.block_size == pages.block_pool.hash_block_size  # otherwise parts of pages are cached too
-    if has_whole_pages and _is_compared("quick_allocation"):
-        cache.allocate_slots = partial(decoding.allocate, cache, pages, cache.allocate_slots)
-        cache.cache_blocks = partial(decoding.cache, cache, pages, cache.cache_blocks)
-
-
-def quick_update(scheduler: Any) -> list[decoding.DecodedTokens]:
-    """Tokens that end nothing go to the list that is returned, and not into the outputs of vLLM's step.
-
-    vLLM (0.26, 0.32) makes an output of each token, with a dozen fields that say nothing in a step that decodes
-    (vllm/v1/core/sched/scheduler.py, ``update_from_output``); hundreds of them take longer than a small model's step.
-    What else happens to such a request happens here as there. Prompts, tokens that may end a request, requests that
-    lost their pages and all that is unusual stay vLLM's, as does everything in other versions.
-    """
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    decoded: list[decoding.DecodedTokens] = []
-    unusual = ("connector", "log_stats", "enable_return_routed_experts", "aux_output_connector", "return_sampling_mask")
-    if type(scheduler) not in (AsyncScheduler, Scheduler) or any(getattr(scheduler, name, None) for name in unusual):
-        return decoded
-    if _is_compared("quick_update"):
-        scheduler.update_from_output = partial(decoding.update, scheduler, decoded, scheduler.update_from_output)
-    return decoded
-
-
-def _is_compared(patch: str) -> bool:
-    """Whether this vLLM's functions are those that the patch was compared with; otherwise a line of log says so."""
+def is_compared(name: str) -> bool:
+    """Whether this vLLM's functions are those that ``name`` was compared with; otherwise a line of log says so."""
     import vllm
 
     version = str(vllm.__version__)
-    if version.startswith("0.26."):
-        return True
-    others = [place.partition(":")[2] for place, digest in SOURCES[patch].items() if _digest(place) != digest]
-    if version.startswith("0.32.") and not others:
-        return True
-    _tell(patch, version, f"its {', '.join(others)}" if others else "this version")
-    return False
+    column = next((column for column, known in enumerate(VERSIONS) if version.startswith(known)), None)
+    if column is None:
+        _tell(name, version, "this version")
+        return False
+    others = [place.partition(":")[2] for place, digests in SOURCES[name].items() if _digest(place) != digests[column]]
+    if others:
+        _tell(name, version, f"its {', '.join(others)}")
+    return not others
 
 
 def _digest(place: str) -> str | None:
@@ -134,11 +107,11 @@ def _digest(place: str) -> str | None:
 
 
 @functools.cache
-def _tell(patch: str, version: str, others: str) -> None:
+def _tell(name: str, version: str, others: str) -> None:
     """Once for a process."""
     logger.warning(
         "vLLM %s: %s stays off, as it was not compared with %s. The numbers are the same; a step takes longer.",
-        *(version, patch, others),
+        *(version, name, others),
     )
 
 

@@ -15,7 +15,6 @@ import torch
 
 from rayhelper import ConfigError, RayHelper
 from rayhelper.logs import shows_progress
-from trainers.rollout.vllm.decoding import DecodedTokens
 from trainers.rollout.vllm.expected import expect
 from trainers.rollout.vllm.patches import (
     changed_variables,
@@ -26,24 +25,23 @@ from trainers.rollout.vllm.patches import (
     pack_weights,
     plain_experts,
     plain_products,
-    quick_allocation,
-    quick_update,
     small_blocks_decode,
 )
+from trainers.rollout.vllm.scheduling.choice import decoding_scheduler
 
 logger = logging.getLogger(__name__)
 
 
-def start(
-    fields: Mapping[str, Any], *, on_cpu: bool, alone: bool, has_processes: bool, is_patched: bool
-) -> tuple[Any, list[DecodedTokens]]:
-    """vLLM's LLMEngine of these fields of EngineArgs, and where its steps put tokens that end nothing.
+def start(fields: Mapping[str, Any], *, on_cpu: bool, alone: bool, has_processes: bool, is_patched: bool) -> Any:
+    """vLLM's LLMEngine of these fields of EngineArgs.
 
-    ``alone``, ``has_processes``: as ``VllmEngine`` has it. ``is_patched``: with what makes its steps quicker.
+    ``alone``, ``has_processes``: as ``VllmEngine`` has it. ``is_patched``: with what makes its steps quicker, a
+    scheduler of ours among it.
     """
     expect()
     with starting(on_cpu, alone=alone, joins=not has_processes):
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
         small_blocks_decode(is_patched)
@@ -56,17 +54,15 @@ def start(
             if model is not None and model.is_hybrid and arguments.enable_prefix_caching:
                 logger.warning("without effect on a CPU: enable_prefix_caching, as the model's layers have states")
                 arguments.enable_prefix_caching = False  # vLLM caches states in chunks alone, which seeds do not stand
-            engine: Any = LLMEngine.from_engine_args(arguments)
-        decoded: list[DecodedTokens] = []
-        if is_patched:
-            scheduler = engine.engine_core.engine_core.scheduler
-            quick_allocation(scheduler)
-            decoded = quick_update(scheduler)
+            config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+            if is_patched and (scheduler := decoding_scheduler(config.scheduler_config)):
+                config.scheduler_config.scheduler_cls = scheduler
+            engine: Any = LLMEngine.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
     if not has_processes:
         end_with_process(engine)
     if on_cpu and fields["tensor_parallel_size"] > 1:
         _forget_shared_memory()
-    return engine, decoded
+    return engine
 
 
 @contextlib.contextmanager

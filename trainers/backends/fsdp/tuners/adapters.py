@@ -19,8 +19,9 @@ from trainers.backends.fsdp.sharding import as_placed, full
 from trainers.backends.fsdp.tuners.adalora import Ranks
 from trainers.backends.fsdp.tuners.kinds import peft_config
 from trainers.backends.fsdp.tuners.quantized import dequantized, is_quantization_state, quantized_layers
+from trainers.backends.fsdp.vision.parts import Part, modules_of
 from trainers.backends.fsdp.vision.pixels import Vision
-from trainers.data.images.processor import language_class
+from trainers.data.images.processor import is_vision, language_class
 
 # Those of peft's LoraConfig that say which layers get an adapter
 TARGET_FIELDS = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
@@ -28,11 +29,11 @@ ALL_LINEAR = "all-linear"
 TASKS = {"lm": "CAUSAL_LM", "value": "SEQ_CLS", "embedding": "FEATURE_EXTRACTION"}  # peft's, by the model's head
 # Beginnings of the names of what peft's layers hold; buffers that all layers of VeRA share, and the rank of AdaLoRA
 OF_LAYERS = ("lora_", "boft_", "fourierft_", "ia3_", "miss_", "vera_")
+VISUAL: tuple[Part, ...] = ("vit", "aligner")  # parts that modules_to_save may name
 OF_MODULES_TO_SAVE = ".modules_to_save."
 SHARED = re.compile(r"\.vera_[AB]\.")
 MANY_STEPS = 10**9  # where the length of a run is not known
 SHARED_BY_PEFT = "base_model.vera_"  # where peft saves them
-WHOLE_FILE = "vit.safetensors"  # of weights that learn beside an adapter
 logger = logging.getLogger(__name__)
 
 
@@ -51,7 +52,7 @@ def add_adapter(
     ``settings`` are fields of peft's configuration of the ``tuner``. The ``head`` of a value model is new and is
     trained whole. Unless ``init_lora_weights`` says otherwise LoRA begins as ``fresh_weights.py`` draws it; other
     tuners begin as peft draws them. AdaLoRA divides its ranks over ``num_training_steps``. ``vision``: of a model whose
-    frozen parts get no adapter, nor those that learn whole.
+    frozen parts get no adapter.
 
     Raises:
         ConfigError: a tied embedding or head that would be trained without the other, or values that peft refuses.
@@ -59,6 +60,7 @@ def add_adapter(
     """
     from peft import get_peft_model
 
+    settings = with_modules(module, settings)
     fields = targets_of(module, tuner, settings, () if vision is None else vision.without_adapter())
     if head == "value":
         own = "score" if hasattr(module, "score") else "classifier"
@@ -69,8 +71,6 @@ def add_adapter(
     with _compilers_kept():
         adapted = get_peft_model(module, config)
     check_butterflies(module, fields)
-    if vision is not None:
-        vision.learn_whole()
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -115,6 +115,8 @@ def targets_of(module: Any, tuner: str, settings: Mapping[str, Any], frozen: Seq
     stacked in one weight have no adapter of theirs, and the log says so.
     """
     fields = dict(settings)
+    whole = [f"{name}." for name in fields.get("modules_to_save") or ()]  # which learn themselves
+    frozen = [*frozen, *(name for name, part in module.named_modules() if _is_linear_in(name, part, whole))]
     if not _has_all_linear(fields.get("target_modules")):
         if frozen and not isinstance(fields.get("target_modules"), str):
             fields.setdefault("exclude_modules", list(frozen))
@@ -170,6 +172,29 @@ def _names_of_experts(module: Any, names: Iterable[str]) -> set[str]:
     return found
 
 
+def with_modules(module: Any, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``settings`` whose ``modules_to_save`` has modules in the place of parts of a vision model.
+
+    Raises:
+        ConfigError: the model sees nothing, or has weights of these parts in no module.
+    """
+    asked = settings.get("modules_to_save") or ()
+    parts: list[Part] = [one for one in VISUAL if one in asked]
+    if not parts:
+        return settings
+    if not is_vision(module.config):
+        raise ConfigError(f"lora_kwargs: modules_to_save has {parts[0]}, but the model has no vision tower. Remove it.")
+    try:
+        found = modules_of(module, parts)
+    except ValueError as error:
+        raise ConfigError(f"lora_kwargs: modules_to_save has {', '.join(parts)}, but {error}. Remove them.") from None
+    return {**settings, "modules_to_save": [*found, *(one for one in asked if one not in parts)]}
+
+
+def _is_linear_in(name: str, part: Any, modules: Sequence[str]) -> bool:
+    return isinstance(part, torch.nn.Linear) and name.startswith(tuple(modules))
+
+
 def _has_all_linear(targets: Any) -> bool:
     return targets == ALL_LINEAR or (not isinstance(targets, str) and ALL_LINEAR in (targets or ()))
 
@@ -187,16 +212,16 @@ def check_tied(module: Any, settings: Mapping[str, Any]) -> None:
     for asked in () if isinstance(targets, str) else targets or ():
         if _is_named(asked, names):
             raise ConfigError(
-                f"lora_target_modules has {asked}, but the model ties {' and '.join(names)}: an adapter of one of them "
-                "cannot be merged into a weight that both have. Remove it."
+                f"lora_target_modules has {asked}, but the model ties {' and '.join(names)}. An adapter of one of them "
+                "cannot be merged into the weight that both share. Remove it."
             )
     if settings.get("ensure_weight_tying"):
         return
     for asked in settings.get("modules_to_save") or ():
         if _is_named(asked, names):
             raise ConfigError(
-                f"lora_kwargs: modules_to_save has {asked}, but the model ties {' and '.join(names)}: peft would train "
-                "a copy that a merged model has no place for. Write lora_kwargs: {ensure_weight_tying: true} too, "
+                f"lora_kwargs: modules_to_save has {asked}, but the model ties {' and '.join(names)}. peft would train "
+                "a copy, which a merged model cannot hold. Also write lora_kwargs: {ensure_weight_tying: true}, "
                 "which trains the tied weight."
             )
 
@@ -506,24 +531,16 @@ def saved_weights(adapted: Any) -> dict[str, torch.Tensor]:
     If the weights lie in shards, every rank must ask for them.
     """
     own = {} if adapted is None else adapted.state_dict()
-    whole = {} if adapted is None else _whole(adapted)
     return {
         name: full(weight.detach()).cpu()
         for name, weight in own.items()
-        if name in whole or (is_adapter(name) and (not SHARED.search(name) or name.startswith(SHARED_BY_PEFT)))
+        if is_adapter(name) and (not SHARED.search(name) or name.startswith(SHARED_BY_PEFT))
     }
-
-
-def _whole(adapted: Any) -> dict[str, torch.Tensor]:
-    """The weights that learn beside the adapter, by the names that they have in ``adapted``."""
-    named = adapted.named_parameters(remove_duplicate=False)
-    return {name: weight for name, weight in named if weight.requires_grad and not is_adapter(name)}
 
 
 def write_adapter(adapted: Any, folder: Path, weights: Mapping[str, torch.Tensor], ranks: Ranks | None = None) -> None:
     """Writes the adapter as peft reads it; ``weights`` are those of ``saved_weights``. One rank calls it.
 
-    What learns beside it is in ``WHOLE_FILE``, as ms-swift writes it.
     AdaLoRA's with all its ranks: one that is zero now may come back in a later step. ``ranks``: for a run that goes on.
     """
     config = adapted.peft_config["default"]
@@ -532,14 +549,10 @@ def write_adapter(adapted: Any, folder: Path, weights: Mapping[str, torch.Tensor
     try:
         if takes_away:
             config.rank_pattern = None
-        adapted.save_pretrained(folder, state_dict={name: value for name, value in weights.items() if is_adapter(name)})
+        adapted.save_pretrained(folder, state_dict=dict(weights))
     finally:
         if takes_away:
             config.rank_pattern = pattern
-    if whole := {name: value.contiguous() for name, value in weights.items() if not is_adapter(name)}:
-        from safetensors.torch import save_file
-
-        save_file(whole, folder / WHOLE_FILE, metadata={"format": "pt"})
     if ranks is not None:
         ranks.save(folder)
 
@@ -564,9 +577,6 @@ def load_adapter(adapted: Any, folder: Path, ranks: Ranks | None = None) -> None
         for name, weight in adapted.named_parameters(remove_duplicate=False)  # peft writes a tied weight twice
         if is_adapter(name) and ".ranknum." not in name
     }
-    if whole := _whole(adapted):
-        own |= whole
-        given |= load_file(folder / WHOLE_FILE) if (folder / WHOLE_FILE).is_file() else {}
     if own.keys() != given.keys():
         odd = sorted(own.keys() ^ given.keys())[:3]
         raise ValueError(f"the adapter in {folder} has other weights than this model's, among them {odd}")

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rayhelper import ConfigError
 from trainers.backends.fsdp.vision.parts import Part, freeze, linear_layers, part_of
 from trainers.backends.scores.inputs import Dummy
 from trainers.data.images.kept import Kept
@@ -27,6 +28,7 @@ from trainers.data.images.pictures import Medium, Pictures
 from trainers.data.images.processor import Processors, has_videos, is_vision, processed, token_of
 
 IMAGE, VIDEO = 1, 2  # kinds of tokens, as transformers marks them
+FRAMES = "pixel_values_videos"
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 DUMMY_SIZE = 28  # pixels
 FILES = (  # of a processor; of those that a tokenizer writes too the run's own are kept
@@ -41,8 +43,7 @@ class Vision:
     """How the pictures and videos of rows get into a vision model, and which of its parts learn.
 
     ``processing``, ``videos``: arguments of the image and of the video processor in place of their own. ``frozen``:
-    parts that do not learn; ``whole``: parts that learn without an adapter where others have one; ``rates``: learning
-    rates of parts that have their own.
+    parts that do not learn; ``rates``: learning rates of parts that have their own.
     """
 
     def __init__(
@@ -54,12 +55,11 @@ class Vision:
         processing: Mapping[str, Any] | None = None,
         videos: Mapping[str, Any] | None = None,
         frozen: Sequence[Part] = (),
-        whole: Sequence[Part] = (),
         rates: Mapping[Part, float] | None = None,
     ) -> None:
         self.module, self.model = module, str(model)
         self.processors = Processors(self.model, trust_remote_code, dict(processing or {}), dict(videos or {}))
-        self.frozen, self.whole, self.parts = tuple(frozen), tuple(whole), part_of(module)
+        self.frozen, self.parts = tuple(frozen), part_of(module)
         self.rates = {name: rates[part] for name, part in self.parts.items() if part in rates} if rates else {}
         freeze(module, frozen)
         self._kept = Kept(_num_bytes)
@@ -70,15 +70,8 @@ class Vision:
         return cls(module, model, **options) if is_vision(module.config) else None
 
     def without_adapter(self) -> list[str]:
-        """Linear layers of the parts that are frozen, or learn whole: they get no adapter."""
-        return linear_layers(self.module, {*self.frozen, *self.whole})
-
-    def learn_whole(self) -> None:
-        """The weights of parts that learn beside an adapter do so, also once peft has frozen all that were there."""
-        kept = {name for name, part in self.parts.items() if part in self.whole and part not in self.frozen}
-        for name, weight in self.module.named_parameters(remove_duplicate=False):
-            if name in kept:
-                weight.requires_grad_(True)
+        """Linear layers of the parts that are frozen, which get no adapter."""
+        return linear_layers(self.module, self.frozen)
 
     @property
     def processor(self) -> Any:
@@ -87,10 +80,19 @@ class Vision:
     def seen(self, images: Sequence[Pictures]) -> Pixels:
         """The pixels of all rows in order, of pictures and of videos; none if no row has any.
 
+        Raises ConfigError for videos of several numbers of frames, of a model that takes only one together.
+
+
         Some processors make fewer pixels of a picture that has others beside it, so a document is processed by itself.
         """
         found = [self._pixels(document) for row in images if row for document in documents_of(row)]
         names = dict.fromkeys(name for pixels in found for name in pixels)
+        if len(shapes := {pixels[FRAMES].shape[1:] for pixels in found if FRAMES in pixels}) > 1:
+            counts = ", ".join(sorted(str(shape[0]) for shape in shapes))
+            raise ConfigError(
+                f"the videos of a micro-batch have {counts} frames. {type(self.module).__name__} takes one number of "
+                "frames together. Write per_device_train_batch_size: 1, or give all videos the same number of frames."
+            )
         return {name: joined([pixels[name] for pixels in found if name in pixels]) for name in names}
 
     def num_towers(self, images: Sequence[Pictures] | None) -> int:

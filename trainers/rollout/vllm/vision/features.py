@@ -14,7 +14,7 @@ another one after new weights.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain
@@ -32,6 +32,11 @@ from trainers.rollout.vllm.vision.rotations import rotation_overrides
 
 NEEDED = {"smolvlm": (("num2words", "SmolVLM's processor"),)}  # packages, beside torchvision
 NEVER = -100.0  # nats: the most that vLLM lets a bias take from a logit
+UNLIKE = {  # kinds of which vLLM (0.32) and transformers (5.19) compute other numbers, and why
+    "paddleocr_vl": "between the learned positions of patches vLLM interpolates without aligning the corners, and "
+    "transformers aligns them",
+}
+CUT_ALONE = ("llava_onevision",)  # a picture beside others is not cut into parts by transformers
 Known = list[tuple[np.ndarray, Any]]  # of each picture: its tokens, and vLLM's feature
 
 
@@ -58,6 +63,11 @@ def check_pictures(configuration: Any, key: str = "rollout_engine") -> None:
                 f"{key}: vllm needs {package} for {why}, and it is not installed. Run "
                 f"pip install {package}{version}, or write hf."
             )
+    if configuration.model_type in UNLIKE:
+        raise ConfigError(
+            f"{key}: vllm gives other numbers for {configuration.model_type} than the trainer: "
+            f"{UNLIKE[configuration.model_type]}. Write hf."
+        )
     rotation_overrides(configuration)
 
 
@@ -96,15 +106,22 @@ class Features:
         self.picture_ids = processor.seen_token_ids
         self.place_ids = tokenizer(processor.image_token, add_special_tokens=False)["input_ids"]
         self.tasks = engine.get_supported_tasks()
+        self.kind = str(engine.model_config.hf_config.model_type)
         self._kept = Kept(_num_bytes)
 
     def of(self, pictures: Pictures, prompt_ids: np.ndarray, *, salt: str) -> list[Any]:
         """vLLM's features of the pictures, at the places of their tokens in ``prompt_ids``.
 
         Raises:
-            ConfigError: vLLM gives a picture other tokens than the prompt has, or takes fewer pictures.
+            ConfigError: vLLM gives a picture other tokens than the prompt has, takes fewer pictures, or cuts them up
+                otherwise than the trainer.
         """
         flat = tuple(chain.from_iterable(documents_of(pictures))) if pictures else ()
+        if self.kind in CUT_ALONE and len(flat) > 1:
+            raise ConfigError(
+                f"vLLM cuts every picture of a prompt into parts, and {self.kind} is trained with parts only where a "
+                f"picture is alone; a prompt has {len(flat)}. Write rollout_engine: hf, or give prompts one picture."
+            )
         assert not has_videos(flat), "rows with videos are refused where they are read"
         known = self._known(flat)
         found: list[Any] = []
@@ -153,24 +170,24 @@ class Features:
             said = " ".join(str(error).split())
             raise ConfigError(f"vLLM does not take the {len(pictures)} pictures of a prompt: {said}") from error
         ids = np.array(request.prompt_token_ids, np.int64)
-        features = [_narrowed(feature) for feature in request.mm_features]
+        features = [_narrowed(feature, ids, self.picture_ids) for feature in request.mm_features]
         spans = [(feature, feature.mm_position.offset) for feature in features]
         return [(ids[start : start + feature.mm_position.length], feature) for feature, start in spans]
 
 
-def _narrowed(feature: Any) -> Any:
-    """From the first to the last token that stands for a part of the picture.
+def _narrowed(feature: Any, ids: np.ndarray, picture_ids: Sequence[int]) -> Any:
+    """From the first to the last token that stands for a part of the picture, ``picture_ids``.
 
     Tokens around them may be one with what stands beside the picture in a prompt: Gemma 3 has blank lines there.
     """
     position = feature.mm_position
     if position.is_embed is None:
         return feature
-    places = position.is_embed.nonzero().flatten().tolist()
-    first, end = places[0], places[-1] + 1
-    is_embed = position.is_embed[first:end]
-    told = {"offset": position.offset + first, "length": end - first}
-    return replace(feature, mm_position=replace(position, **told, is_embed=None if is_embed.all() else is_embed))
+    own = ids[position.offset : position.offset + position.length]
+    places = np.flatnonzero(np.isin(own, picture_ids))
+    first, end = int(places[0]), int(places[-1]) + 1
+    told = {"offset": position.offset + first, "length": end - first, "is_embed": position.is_embed[first:end]}
+    return replace(feature, mm_position=replace(position, **told))
 
 
 def _place(tokens: np.ndarray, ids: np.ndarray, start: int) -> int | None:

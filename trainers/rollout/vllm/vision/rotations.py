@@ -18,7 +18,7 @@ IN_TURNS: dict[str, tuple[int, ...]] = {  # time, height, width, time, ...: mrop
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), (11, 11, 10)),
 }
 IN_BLOCKS: dict[str, tuple[int, ...]] = {  # all of time, then all of height, then all of width
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text"), (16, 24, 24)),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), (16, 24, 24)),
     **dict.fromkeys(("glm4v_text", "glm4v_moe_text"), (8, 12, 12)),
 }
 KNOWN_TO_VLLM = ("default", "yarn")  # rope_type with which it reads mrope_section; others it rotates by one position

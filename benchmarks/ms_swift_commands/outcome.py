@@ -144,7 +144,7 @@ def tried(words: list[str], environment: dict[str, str], servers: list[Command])
 
 @contextmanager
 def with_gpus() -> Iterator[None]:
-    """Inside, there seem to be GPUs, torchvision, and the trackers that commands report to."""
+    """Inside, there seem to be GPUs, torchvision, OpenEnv's client, and the trackers that commands report to."""
     import torch
 
     with (
@@ -152,6 +152,7 @@ def with_gpus() -> Iterator[None]:
         patch.object(torch.cuda, "is_bf16_supported", lambda *_: True),
         patch.object(torch.cuda, "current_device", lambda: 0),
         patch("trainers.run.trackers._is_installed", lambda _: True),
+        patch("trainers.rollout.openenv.is_installed", lambda: True),
         patch("trainers.rollout.vllm.vision.features.find_spec", lambda name: name),
     ):
         yield

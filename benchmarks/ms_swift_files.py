@@ -31,6 +31,7 @@ import yaml
 from benchmarks.ms_swift_commands import cases as of_cases
 from benchmarks.ms_swift_commands.cases import Case, cases_of
 from benchmarks.ms_swift_commands.stand_ins import data_for
+from tests import torchvision_on_cpu
 from tests.e2e.completion_server import says, serving
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,6 +127,21 @@ def cluster() -> Iterator[str]:
         ray.shutdown()
 
 
+def all_ran(chosen: list[Case], folder: Path, options: argparse.Namespace, server: str) -> list[dict[str, Any]]:
+    """All commands, one after the other, on one cluster."""
+    results = []
+    with cluster() as address:
+        os.environ["RAY_ADDRESS"] = address
+        for number, case in enumerate(chosen):
+            one = ran(case, number, folder, options.ms_swift, server, options.limit_s)
+            results.append(one)
+            if options.out:
+                options.out.write_text(json.dumps(results, indent=1))
+            if one["code"]:
+                print(one["name"], one["said"][-2500:], sep="\n", flush=True)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ms_swift", type=Path)
@@ -135,18 +151,11 @@ def main() -> None:
     options = parser.parse_args()
     chosen = [case for case in cases_of(options.ms_swift)[0] if case.name.startswith(FOLDERS)]
     chosen = [case for case in chosen if options.only in f"{case.name} {' '.join(case.words)}"]
-    results = []
     rows = patch.object(of_cases, "data_for", lambda *of: data_for(*of, rows=ROWS))
     answers = serving(lambda _: says("It is \\boxed{2}."))
-    with tempfile.TemporaryDirectory() as place, rows, cluster() as address, answers as (server, _):
-        os.environ["RAY_ADDRESS"] = address
-        for number, case in enumerate(chosen):
-            one = ran(case, number, Path(place), options.ms_swift, server, options.limit_s)
-            results.append(one)
-            if options.out:
-                options.out.write_text(json.dumps(results, indent=1))
-            if one["code"]:
-                print(one["name"], one["said"][-2500:], sep="\n", flush=True)
+    with tempfile.TemporaryDirectory() as place, rows, answers as (server, _):
+        os.environ.update(torchvision_on_cpu.environment(Path(place) / "operators"))  # of Ray's workers too
+        results = all_ran(chosen, Path(place), options, server)
     print("| command | model, replaced by | exit | s | steps | loss | reward |")
     print("|---|---|---|---|---|---|---|")
     for one in results:

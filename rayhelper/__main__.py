@@ -107,25 +107,27 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     is_script = Path(sys.argv[0]).stem == "rayhelper"
     parser = argparse.ArgumentParser(
         prog="rayhelper" if is_script else "python -m rayhelper",
-        description="A run of roles on device groups: before it starts, while it runs, and afterwards.",
+        description="Commands for a run on device groups: before it starts, while it runs, and after its end.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"rayhelper {__version__}")
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND", title="commands")
     plan = subcommands.add_parser(
         "plan",
-        help="what a configuration would ask of a cluster, and every rule it breaks",
-        epilog="A whole command is planned too: rayhelper plan --nodes 1 -- swift rlhf --rlhf_type grpo --model m ...",
+        help="the GPUs and memory that a configuration needs, and every rule that it breaks",
+        epilog="It also takes a whole command: rayhelper plan --nodes 1 -- swift rlhf --rlhf_type grpo --model m ...",
     )
     plan.add_argument("--config", required=True, help="a trainer's whole YAML or JSON file, or only device groups")
-    plan.add_argument("--nodes", type=int, help="nodes of the cluster (default: nnodes, or as many as are needed)")
+    plan.add_argument(
+        "--nodes", type=int, help="nodes of the cluster (default: nnodes, or the number that the run needs)"
+    )
     plan.add_argument("--gpus-per-node", "--gpus_per_node", type=int, help="default: nproc_per_node, or 8")
     plan.add_argument("--model", help="folder or config.json of the model, or its sizes as a mapping")
     plan.add_argument("--gpu-memory-gib", "--gpu_memory_gib", type=float, default=80.0, help="default: 80")
     plan.add_argument("--trainer", help="module:Class, file.py:Class, or the name of an installed one")
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--html", metavar="FILE", help="also write a picture of the devices that a browser opens")
-    check = subcommands.add_parser("check", help="what is wrong with a decorated class, by line")
+    check = subcommands.add_parser("check", help="mistakes of a decorated class, by line")
     check.add_argument("target", metavar="module:Class")
     check.add_argument("--device-groups", "--device_groups", help="as JSON or YAML text")
     check.add_argument("--config", help="a file with device_groups")
@@ -133,26 +135,32 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         "prove", help="whether a class gives the same numbers in every runtime, call by call"
     )
     prove.add_argument("target", metavar="module:Class", help="or path/to/file.py:Class")
-    prove.add_argument("--config", help="a YAML or JSON file: what the constructor takes")
+    prove.add_argument("--config", help="a YAML or JSON file with the arguments of the constructor")
     prove.add_argument("--entry", default="", help="the method that does the work (default: train, run, fit or main)")
     prove.add_argument("--steps", type=int, default=3, help="max_steps of the configuration (default: 3)")
     prove.add_argument(
         "--no-ray", "--no_ray", dest="ray", action="store_false", help="leave out the runs on Ray and under torchrun"
     )
-    prove.add_argument("--torchrun", action="store_true", default=None, help="run under torchrun also with --no-ray")
-    prove.add_argument("--no-torchrun", "--no_torchrun", dest="torchrun", action="store_false", help="leave it out")
+    prove.add_argument("--torchrun", action="store_true", default=None, help="also run under torchrun with --no-ray")
+    prove.add_argument(
+        "--no-torchrun",
+        "--no_torchrun",
+        dest="torchrun",
+        action="store_false",
+        help="leave out the runs under torchrun",
+    )
     stacks = subcommands.add_parser(
         "stacks", help="where every rank of a run on this machine is, while it runs or hangs"
     )
-    stacks.add_argument("process", nargs="?", type=int, help="its driver's process id (default: the only one there is)")
+    stacks.add_argument("process", nargs="?", type=int, help="process id of the run's driver (default: the only run)")
     debug = subcommands.add_parser(
         "debug", help="the ranks of runs on this machine that wait at a breakpoint(), or pdb at one of them"
     )
-    debug.add_argument("choice", nargs="?", metavar="GROUP:RANK", help="attach to this one (default: list all)")
-    debug.add_argument("--process", type=int, help="of this driver's process id, where several runs have such a rank")
-    timeline = subcommands.add_parser("timeline", help="where the time of a traced run went")
-    timeline.add_argument("file", help="the file that trace=... named")
-    timeline.add_argument("--html", help="write a picture that a browser opens")
+    debug.add_argument("choice", nargs="?", metavar="GROUP:RANK", help="attach to this rank (default: list all ranks)")
+    debug.add_argument("--process", type=int, help="process id of the driver, if several runs have such a rank")
+    timeline = subcommands.add_parser("timeline", help="how a traced run spent its time")
+    timeline.add_argument("file", help="the file that trace=... wrote")
+    timeline.add_argument("--html", help="also write a picture that a browser opens")
     return parser, list(subcommands.choices)
 
 

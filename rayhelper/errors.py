@@ -55,7 +55,7 @@ class DeadlineError(WorkerError, TimeoutError):
 
 
 class CallCancelledError(RayHelperError, concurrent.futures.CancelledError):
-    """A call was given up: by ``Future.cancel``, or because another worker of the call failed."""
+    """A call was cancelled by ``Future.cancel``, or because another worker of the call failed."""
 
 
 class ChannelError(WorkerError):

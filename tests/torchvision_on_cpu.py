@@ -30,5 +30,5 @@ def environment(folder: Path) -> dict[str, str]:
     (folder / "torchvision_operators.py").write_text(DECLARES)
     (written / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision-operators\nVersion: 1\n")
     (written / "entry_points.txt").write_text("[torch.backends]\nvision = torchvision_operators:declare\n")
-    paths = (ROOT, TORCHVISION, folder)
+    paths = (ROOT, TORCHVISION, folder, *filter(None, [os.environ.get("PYTHONPATH")]))
     return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}

@@ -45,7 +45,9 @@ TOLD_BY_FIRST_S = 10.0  # within which process 0 of torchrun finds a mistake tha
 def main(name: str, argv: Sequence[str] | None = None) -> None:
     """Runs the trainer that ``name`` stands for; exits with 2 and one line on a mistake in name or configuration, with
     130 on Ctrl-C, and as ``Stopped`` says where a signal or a limit of time ended the run early."""
-    with ends_by_sigterm(), ends_with_parent() if _num_processes() > 1 else contextlib.nullcontext(), _few_bars():
+    is_of_torchrun = _num_processes() > 1
+    parent = ends_with_parent() if is_of_torchrun else contextlib.nullcontext()
+    with ends_by_sigterm(ends_process=is_of_torchrun), parent, _few_bars():
         _main(name, argv)
 
 
@@ -164,9 +166,9 @@ def _end(message: str, code: int) -> NoReturn:
 def run(trainer: Any, config: Any, header: str | None = None) -> dict[str, float]:
     """The trainer's last metrics: in this process, or with its roles on device groups if ``use_ray`` or torchrun.
 
-    From Python what the command line does: ``run(GRPOTrainer, GRPOConfig(..., use_ray=True))``. Checks come first; then
-    ``header`` is told, workers are started, and stopped in the end. With ``use_ray=False`` it is
-    ``GRPOTrainer(config).train()``, checked.
+    It does the same as the command line: ``run(GRPOTrainer, GRPOConfig(..., use_ray=True))``. It checks the
+    configuration, logs ``header``, starts the workers, trains, and stops the workers. With ``use_ray=False`` it is
+    ``GRPOTrainer(config).train()`` after the checks.
 
     Raises:
         ConfigError: a mistake in the configuration, or another run in its ``output_dir``, found before anything starts.
@@ -308,7 +310,7 @@ def placement(trainer: Any, config: Any, num_processes: int = 1) -> DeviceGroups
         if idle and not config.external_plugins:  # classes of plugins may have roles too
             raise ConfigError(
                 f"device_groups hosts {', '.join(map(repr, idle))}, but {trainer.__name__} has only the roles "
-                f"{', '.join(roles)}{nearest(idle[0], roles)}. The devices would stand idle: remove it."
+                f"{', '.join(roles)}{nearest(idle[0], roles)}. The devices would be idle: remove it."
             )
         for group in groups.groups:
             if num_processes > 1 and (group.env or group.restarts):

@@ -83,7 +83,7 @@ def _damage(folder: Path, stamps: tuple[Any, ...]) -> str | None:
         digests = pool.map(_digest, [folder / name for name in listed])
         for (name, (_, digest)), seen in zip(listed.items(), digests, strict=True):
             if seen != digest:
-                return f"{name} differs from what was written (checksum)"
+                return f"{name} differs from the written file (checksum)"
     return None
 
 

@@ -4,18 +4,24 @@
 
 Finds every training command in the shell scripts of its examples, and the files of examples/ray, and gives each to our
 parser, translation, placement and the trainer's checks. Nothing is trained. Models and data are replaced by small local
-ones (``stand_ins.py``). Commands of other products (infer, export, deploy, eval, app, rollout) are counted alone.
+ones (``stand_ins.py``). Videos need torchvision: the one is taken that ``make setup`` installs apart. Commands of other
+products (infer, export, deploy, eval, app, rollout) are counted alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
+import sys
+import tempfile
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.ms_swift_commands.cases import Case, cases_of
 from benchmarks.ms_swift_commands.outcome import OUTCOMES, Outcome, outcomes_of
+from tests.torchvision_on_cpu import TORCHVISION, environment
 
 
 def main() -> None:
@@ -55,5 +61,13 @@ def table(ms_swift: Path, cases: list[Case], found: list[Outcome], others: Count
     return "\n".join(lines)
 
 
+def start_with_torchvision() -> None:
+    """Starts this program again, in an environment where torchvision can be imported."""
+    if find_spec("torchvision") is None and TORCHVISION.is_dir():
+        found = environment(Path(tempfile.mkdtemp(prefix="torchvision_")))
+        os.execve(sys.executable, [sys.executable, "-m", __spec__.parent, *sys.argv[1:]], os.environ | found)
+
+
 if __name__ == "__main__":
+    start_with_torchvision()
     main()

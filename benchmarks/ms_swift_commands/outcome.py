@@ -50,10 +50,10 @@ SENSES = (  # the same of models that see or hear, by what the refusal holds
     (r"backend: megatron cannot be|dataset: .* have images", "pictures with Megatron, or to a model that hears"),
     (r"dataset: .* rows have (videos|audios)", "videos and sounds"),
     (
-        r"has no configuration that can be read|comes with code of its own",
+        r"has no configuration that can be read|brings its own code",
         "models whose code comes with them, and not with transformers",
     ),
-    (r"has a reranker of its own code", "models whose code comes with them, and not with transformers"),
+    (r"has its own reranker code", "models whose code comes with them, and not with transformers"),
     (
         r"no class that AutoModelFor|has no (sequence )?classifier|also hears and speaks",
         "models that hear, and classifiers that see",
@@ -62,6 +62,9 @@ SENSES = (  # the same of models that see or hear, by what the refusal holds
     (r"workers cannot share rows with pictures", "sequence parallelism with pictures"),
 )
 MOST_REMEDIES = 8
+DEVICES_OF_NODE = 8
+QUANTIZES = {"quant_method", "load_in_4bit", "load_in_8bit"}
+BITSANDBYTES = Path(__file__).resolve().parents[2] / ".venv" / "qlora"
 
 
 @dataclass
@@ -141,7 +144,7 @@ def tried(words: list[str], environment: dict[str, str], servers: list[Command])
 
 @contextmanager
 def with_gpus() -> Iterator[None]:
-    """Inside, there seem to be GPUs, torchvision, and the trackers that commands report to."""
+    """Inside, there seem to be GPUs, torchvision, OpenEnv's client, and the trackers that commands report to."""
     import torch
 
     with (
@@ -149,6 +152,7 @@ def with_gpus() -> Iterator[None]:
         patch.object(torch.cuda, "is_bf16_supported", lambda *_: True),
         patch.object(torch.cuda, "current_device", lambda: 0),
         patch("trainers.run.trackers._is_installed", lambda _: True),
+        patch("trainers.rollout.openenv.is_installed", lambda: True),
         patch("trainers.rollout.vllm.vision.features.find_spec", lambda name: name),
     ):
         yield
@@ -162,28 +166,35 @@ def _checked(words: list[str], environment: dict[str, str], servers: list[Comman
     rlhf_type = plain(keys.get("rlhf_type")) if name == RLHF else None
     command = command_named(name, rlhf_type, task_of(keys))
     config = load_config(command.config_type, arguments, prog="python -m trainers")
-    count = 1
-    for variable in ("NPROC_PER_NODE", "NNODES"):
-        count *= int(environment.get(variable) or 1) if not uses_ray(arguments) else 1
+    count = 1 if uses_ray(arguments) else processes_of(environment)
     alone = not config.use_ray and count == 1
     groups = None if alone else placement(command.trainer, config, count)
     check_run(command.trainer, config, groups)
     _read(config)
 
 
+def processes_of(environment: Mapping[str, str]) -> int:
+    """Of all nodes. A scheduler that starts a script on its nodes also tells torchrun how many devices each has."""
+    own = environment.get("NPROC_PER_NODE") or (DEVICES_OF_NODE if environment.get("NNODES") else 1)
+    return int(own) * int(environment.get("NNODES") or 1)
+
+
 def _read(config: Any) -> None:
-    """Reads the rows as the trainer does, and makes the tokens of one with pictures."""
+    """Reads the rows as the trainer does, and makes the tokens of one with pictures, and of one with videos."""
     if not isinstance(config, TrainConfig) or not config.dataset:
         return
     model, tokenizer = load_model_and_tokenizer(config)
     images = image_reader(config, model, tokenizer)
     rows = read_rows(config, config.dataset, "train", images)
-    if images is None or "images" not in rows.column_names:
+    if images is None:
         return
-    with mistakes_of("dataset"):
-        row, pictures = images.placed(next(row for row in rows if row["images"]))
-        messages = row.get("messages") or row["prompt"]
-        images.tokenizer(pictures).apply_chat_template(messages)
+    for column in ("images", "videos"):
+        if column not in rows.column_names:
+            continue
+        with mistakes_of("dataset"):
+            row, pictures = images.placed(next(row for row in rows if row[column]))
+            messages = row.get("messages") or row["prompt"]
+            images.tokenizer(pictures).apply_chat_template(messages)
 
 
 def _served(keys: Mapping[str, Any], environment: dict[str, str], servers: list[Command]) -> list[str]:
@@ -246,6 +257,8 @@ def _forked(words: list[str], case: Case) -> Outcome:
     if process == 0:
         os.close(reader)
         try:
+            if QUANTIZES & case.keys.keys():
+                _find_bitsandbytes()
             found: Any = outcome_of(words, case)
         except BaseException:
             found = Outcome("refused", [traceback.format_exc()], ["broken"])
@@ -268,7 +281,11 @@ def _import_all() -> None:
     import trainers.backends.megatron.backend
     import trainers.rollout.vllm.settings  # noqa: F401
 
-    if is_installed():  # where there is a stand-in of a GPU it looks for torch's own
+
+def _find_bitsandbytes() -> None:
+    """Has this process find bitsandbytes where make setup puts it, apart from all others: peft is another beside it."""
+    sys.path.append(str(BITSANDBYTES))
+    if is_installed():  # before there is a stand-in of a GPU, for which it looks for torch's own
         import bitsandbytes  # noqa: F401
         import transformers.integrations.bitsandbytes
         import transformers.trainer  # noqa: F401

@@ -2,7 +2,7 @@
 
 A model of Qwen's that sees is a tiny one of its own class, with its processor. Of other models that see or hear there
 is a configuration alone: its ``model_type`` decides. Beside InternVL's lies what the hub has beside it: the same for
-transformers' own class. Rows have pictures, videos or sounds where the named data have.
+transformers' own class. Rows have pictures, videos or sounds where the named data have; a video is a list of frames.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def model_for(name: str, folder: Path, program: str, seed: int = 0) -> str:
         if program == "megatron" or architecture in MEGATRON:  # sizes that parallel layouts divide
             fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": layers, "head_dim": 32}
             fields |= {"vocab_size": 320, "hidden_size": 256}
-            fields |= {"num_experts": 8} if "moe" in architecture or architecture == "qwen3_next" else {}
+            fields |= {"num_experts": 16} if "moe" in architecture or architecture == "qwen3_next" else {}
             if architecture in DELTA:
                 kinds = ["full_attention" if (layer + 1) % 4 == 0 else "linear_attention" for layer in range(layers)]
                 fields |= {"layer_types": kinds, "linear_num_key_heads": 8, "linear_num_value_heads": 8}
@@ -147,7 +147,7 @@ def _seeing(kind: str, name: str, folder: Path, program: str, seed: int) -> str:
             rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 8]}
             fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": layers, "head_dim": 32}
             fields |= {"vocab_size": 320, "hidden_size": 256, "rope_parameters": rotary}
-            fields |= {"num_experts": 8} if kind.endswith("_moe") else {}
+            fields |= {"num_experts": 16} if kind.endswith("_moe") else {}
         if program == "megatron" and kind in DELTA:
             fields |= {"linear_num_key_heads": 8, "linear_num_value_heads": 8}
             fields |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # as vLLM has them on a CPU
@@ -176,7 +176,7 @@ def _with_twin(found: tuple[Any, ...], name: str, folder: Path, program: str) ->
         if program == "megatron":
             fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32, "hidden_size": 256}
         if kind == "qwen3_moe":
-            fields |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            fields |= {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         save_vision(f"{target}{ending}", "internvl", **fields)
     return str(target)
 
@@ -255,17 +255,22 @@ def data_for(command: str, keys: dict[str, Any], folder: Path, rows: int = 12) -
 
 def _with_media(row: dict[str, Any], media: list[str], number: int, folder: Path) -> dict[str, Any]:
     """The row with a file of one of ``media`` in turn, and each column of them."""
-    from benchmarks.tiny.vision import png
-
     for place, column in enumerate(media):
-        files = []
-        if number % len(media) == place:
-            file = folder / (f"{number}.png" if column == "images" else f"{number}.{column}")
-            if column == "images":
-                file.write_bytes(png(number))
-            files = [str(file)]
-        row = row | {column: files}
+        row = row | {column: [_file(column, number, folder)] if number % len(media) == place else []}
     return row
+
+
+def _file(column: str, number: int, folder: Path) -> str | list[str]:
+    """A picture or a sound, or the frames of a video."""
+    from benchmarks.tiny.vision import frames, png
+
+    named = {f"{number}_{k}.png": frame for k, frame in enumerate(frames(number))} if column == "videos" else {}
+    named = named or {f"{number}.png" if column == "images" else f"{number}.{column}": png(number)}
+    for name, content in named.items():
+        if name.endswith(".png"):
+            (folder / name).write_bytes(content)
+    files = [str(folder / name) for name in named]
+    return files if column == "videos" else files[0]
 
 
 def _row(kind: str, number: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from PIL import Image, ImageDraw
+from safetensors.torch import load_file, save_file
 
 from benchmarks.tiny.text import tiny_tokenizer
 
@@ -23,7 +25,8 @@ TEMPLATE = (
     "{%- if message['role'] == 'assistant' -%}{%- generation -%}"
     "{%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}{{- '<|im_end|>' -}}{%- endgeneration -%}"
     "{%- else -%}{%- for part in message['content'] -%}"
-    "{%- if part['type'] == 'image' -%}{{- IMAGE -}}{%- else -%}{{- part['text'] -}}{%- endif -%}"
+    "{%- if part['type'] == 'image' -%}{{- IMAGE -}}{%- elif part['type'] == 'video' -%}{{- VIDEO -}}"
+    "{%- else -%}{{- part['text'] -}}{%- endif -%}"
     "{%- endfor -%}{{- '<|im_end|>' -}}{%- endif -%}"
     "{{- '\\n' -}}"
     "{%- endfor -%}"
@@ -44,6 +47,7 @@ TEXT: dict[str, Any] = {
 }
 QWEN = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 QWEN_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 
 
@@ -77,10 +81,24 @@ def png(number: int) -> bytes:
     return written.getvalue()
 
 
-def _tokenizer(tokens: Sequence[str], place: str, **fields: Any) -> Any:
+def frames(number: int, count: int = 4) -> list[bytes]:
+    """The pictures of a video, one file each: a rectangle that moves."""
+    width, height = SHAPES[number % len(SHAPES)]
+    found = []
+    for k in range(count):
+        image = Image.new("RGB", (width, height), "white")
+        left, top = (3 * number + 4 * k) % (width - 6), (number + 2 * k) % (height - 6)
+        ImageDraw.Draw(image).rectangle((left, top, left + 5, top + 5), fill=COLOURS[number % len(COLOURS)])
+        written = io.BytesIO()
+        image.save(written, "PNG")
+        found.append(written.getvalue())
+    return found
+
+
+def _tokenizer(tokens: Sequence[str], place: str, video: str = "", **fields: Any) -> Any:
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|endoftext|>", *tokens]})
-    tokenizer.chat_template = TEMPLATE.replace("IMAGE", repr(place))
+    tokenizer.chat_template = TEMPLATE.replace("IMAGE", repr(place)).replace("VIDEO", repr(video))
     for name, token in fields.items():
         tokenizer._set_model_specific_special_tokens({name: token})
     return tokenizer
@@ -93,7 +111,15 @@ def _qwen_processor(folder: Path, tokenizer: Any, patch_size: int, kind: str) ->
     Qwen2VLImageProcessorPil(patch_size=patch_size, merge_size=2, temporal_patch_size=2, **sizes).save_pretrained(
         folder
     )
+    of_videos = "Qwen3VL" if kind.startswith("Qwen3VL") else "Qwen2VL"
+    _video_config(folder, of_videos, patch_size=patch_size, merge_size=2, temporal_patch_size=2, **sizes)
     _processor_config(folder, kind)
+
+
+def _video_config(folder: Path, kind: str, **fields: Any) -> None:
+    """The file of a video processor; its class needs torchvision, the file does not."""
+    fields |= {"video_processor_type": f"{kind}VideoProcessor"}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(fields))
 
 
 def _processor_config(folder: Path, kind: str, **fields: Any) -> None:
@@ -106,7 +132,7 @@ def _ids(tokenizer: Any, **tokens: str) -> dict[str, int]:
 
 def _qwen(folder: Path, kind: str, processor: str, text: dict[str, Any], vision: dict[str, Any]) -> tuple[Any, Any]:
     """A model of one of Qwen's families: ``kind`` is the name of its classes."""
-    tokenizer = _tokenizer(QWEN, QWEN_PLACE)
+    tokenizer = _tokenizer(QWEN, QWEN_PLACE, QWEN_VIDEO)
     _qwen_processor(folder, tokenizer, 4, f"{processor}Processor")
     text = TEXT | {"rope_parameters": MROPE, "vocab_size": len(tokenizer), "dtype": "float32"} | text
     sizes = {"depth": 2, "hidden_size": 16, "num_heads": 2, "out_hidden_size": text["hidden_size"]}
@@ -198,18 +224,19 @@ def _siglip(**fields: Any) -> dict[str, Any]:
     return sizes | fields
 
 
-def _gemma3(folder: Path) -> tuple[Any, Any]:
+def _gemma3(folder: Path, **text: Any) -> tuple[Any, Any]:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     tokens = ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
     names = {"boi_token": tokens[0], "eoi_token": tokens[1], "image_token": tokens[2]}
     tokenizer = _tokenizer(tokens, tokens[0], **names)
+    tokenizer.add_tokens(["\n" * number for number in range(1, 5)])  # as Gemma's own has
     Gemma3ImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
     _processor_config(folder, "Gemma3Processor", image_seq_length=4)
     vision = {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4, "vision_use_head": False}
-    text = TEXT | {"head_dim": 8, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
+    text = {"head_dim": 8, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]} | text
     config = transformers.Gemma3Config(
-        text_config=text | {"vocab_size": len(tokenizer), "query_pre_attn_scalar": 8, "dtype": "float32"},
+        text_config=TEXT | {"vocab_size": len(tokenizer), "query_pre_attn_scalar": 8, "dtype": "float32"} | text,
         vision_config=_siglip(**vision),
         mm_tokens_per_image=4,
         **_ids(tokenizer, boi_token_index=tokens[0], eoi_token_index=tokens[1], image_token_index=tokens[2]),
@@ -218,7 +245,11 @@ def _gemma3(folder: Path) -> tuple[Any, Any]:
     return config, tokenizer
 
 
-def _smolvlm(folder: Path) -> tuple[Any, Any]:
+def _smolvlm(folder: Path, **text: Any) -> tuple[Any, Any]:
+    return _idefics3(folder, "SmolVLM", **text)
+
+
+def _idefics3(folder: Path, kind: str = "Idefics3", **text: Any) -> tuple[Any, Any]:
     """With the processor of Idefics 3, which makes the same pixels, as SmolVLM's needs num2words for videos."""
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
@@ -228,8 +259,8 @@ def _smolvlm(folder: Path) -> tuple[Any, Any]:
     sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
     Idefics3ImageProcessorPil(**sizes).save_pretrained(folder)
     _processor_config(folder, "Idefics3Processor", image_seq_len=4)
-    config = transformers.SmolVLMConfig(
-        text_config=TEXT | {"model_type": "llama", "vocab_size": len(tokenizer), "dtype": "float32"},
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=TEXT | {"model_type": "llama", "vocab_size": len(tokenizer), "dtype": "float32"} | text,
         vision_config=_siglip(image_size=16, patch_size=4),
         scale_factor=2,
         **_ids(tokenizer, image_token_id="<image>"),
@@ -244,9 +275,10 @@ def _internvl(folder: Path, **text: Any) -> tuple[Any, Any]:
 
     tokens = ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
     names = {"start_image_token": tokens[0], "end_image_token": tokens[1], "context_image_token": tokens[2]}
-    tokenizer = _tokenizer(tokens, tokens[2], **names, video_token=tokens[3])
+    tokenizer = _tokenizer(tokens, tokens[2], tokens[3], **names, video_token=tokens[3])
     sizes = {"size": {"height": 16, "width": 16}, "crop_to_patches": True, "max_patches": 3}
     GotOcr2ImageProcessorPil(**sizes).save_pretrained(folder)
+    _video_config(folder, "InternVL", size={"height": 16, "width": 16})
     _processor_config(folder, "InternVLProcessor", image_seq_length=4)
     vision = _siglip(image_size=[16, 16], patch_size=[4, 4], use_mean_pooling=False)
     vision |= {"projection_dropout": 0.0, "hidden_dropout_prob": 0.1}
@@ -261,22 +293,41 @@ def _internvl(folder: Path, **text: Any) -> tuple[Any, Any]:
     return config, tokenizer
 
 
-def _llava_onevision(folder: Path) -> tuple[Any, Any]:
+def _llava_onevision(folder: Path, **text: Any) -> tuple[Any, Any]:
     from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
-    tokenizer = _tokenizer(["<image>", "<video>"], "<image>")
+    tokenizer = _tokenizer(["<image>", "<video>"], "<image>", "<video>")
     pinpoints = [[16, 16], [16, 32], [32, 16], [32, 32]]
     sizes = {"size": {"height": 16, "width": 16}, "image_grid_pinpoints": pinpoints}
     LlavaOnevisionImageProcessorPil(**sizes).save_pretrained(folder)
+    _video_config(folder, "LlavaOnevision", size={"height": 16, "width": 16})
     fields = {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9"}
     _processor_config(folder, "LlavaOnevisionProcessor", **fields)
     vision = {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4, "vision_use_head": False}
     config = transformers.LlavaOnevisionConfig(
-        text_config=TEXT | {"model_type": "qwen2", "vocab_size": len(tokenizer), "dtype": "float32"},
+        text_config=TEXT | {"model_type": "qwen2", "vocab_size": len(tokenizer), "dtype": "float32"} | text,
         vision_config=_siglip(**vision),
         image_grid_pinpoints=pinpoints,
         vision_feature_select_strategy="full",
         **_ids(tokenizer, image_token_index="<image>", video_token_index="<video>"),
+        tie_word_embeddings=False,
+    )
+    return config, tokenizer
+
+
+def _llava(folder: Path, **text: Any) -> tuple[Any, Any]:
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    tokenizer = _tokenizer(["<image>"], "<image>")
+    CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}).save_pretrained(folder)
+    fields = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    _processor_config(folder, "LlavaProcessor", **fields)
+    vision = {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 4, "num_hidden_layers": 3}
+    config = transformers.LlavaConfig(
+        text_config=TEXT | {"model_type": "llama", "vocab_size": len(tokenizer), "dtype": "float32"} | text,
+        vision_config=_siglip(**vision),
+        image_seq_length=16,
+        **_ids(tokenizer, image_token_index="<image>"),
         tie_word_embeddings=False,
     )
     return config, tokenizer
@@ -302,7 +353,8 @@ GLM = ["<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>", "<|be
 def _glm(folder: Path, kind: str, processor: str, text: dict[str, Any]) -> tuple[Any, Any]:
     """Both of GLM-4.6V: the dense one and the mixture."""
     tokenizer = _patches(folder, processor.lower(), processor, GLM, temporal_patch_size=2)
-    sizes = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32}
+    hidden_size = text.get("hidden_size", TEXT["hidden_size"])
+    sizes = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": hidden_size}
     sizes |= {"patch_size": 4, "spatial_merge_size": 2, "image_size": 32, "initializer_range": 0.1}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
     config = getattr(transformers, f"{kind}Config")(
@@ -354,6 +406,8 @@ MODELS: dict[str, Callable[..., tuple[Any, Any]]] = {  # tested with pictures
 
 FURTHER: dict[str, Callable[..., tuple[Any, Any]]] = {
     "qwen2_vl": _qwen2_vl,
+    "idefics3": _idefics3,
+    "llava": _llava,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_5_moe": _qwen3_5_moe,
     "glm46v": _glm46v,
@@ -368,24 +422,33 @@ def _mrope(*section: int, **fields: Any) -> dict[str, Any]:
     return {"rope_parameters": {**MROPE, "mrope_section": list(section), **fields}}
 
 
-# Fields by which vLLM runs a model of Qwen's families on a CPU: heads of at least 32 numbers, of delta layers 128
+# Fields by which vLLM runs a model on a CPU: heads of at least 32 numbers, of delta layers 128
 IN_VLLM: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"hidden_size": 128, **_mrope(4, 6, 6)},
     "qwen2_5_vl": {"hidden_size": 128, **_mrope(4, 6, 6)},
-    "qwen3_vl": {"head_dim": 32, **_mrope(6, 5, 5, mrope_interleaved=True)},
+    "qwen3_vl": {"head_dim": 32, **_mrope(6, 5, 5)},
+    "qwen3_vl_moe": {"head_dim": 32, **_mrope(6, 5, 5)},
     "qwen3_5": {
         "head_dim": 32,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
         **_mrope(6, 5, 5, mrope_interleaved=True, partial_rotary_factor=1.0),
     },
+    "gemma3": {"head_dim": 32},
+    "smolvlm": {"hidden_size": 128},
+    "idefics3": {"hidden_size": 128},
+    "llava": {"hidden_size": 128},
+    "internvl": {"hidden_size": 128},
+    "llava_onevision": {"hidden_size": 128},
+    "glm46v": {"hidden_size": 128, **_mrope(4, 6, 6, partial_rotary_factor=1.0)},
+    "paddleocr_vl": {"head_dim": 32, **_mrope(4, 6, 6)},
 }
 
 
 def save_vision(folder: str | Path, name: str = "qwen2_5_vl", seed: int = 0, **text: Any) -> str:
     """Writes a random model of ``MODELS`` or ``FURTHER`` in float32, its tokenizer and its processor; the folder.
 
-    ``text``: fields of the language model of Qwen's families, InternVL, GLM-4.6V and PaddleOCR-VL.
+    ``text``: fields of the language model.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -398,4 +461,13 @@ def save_vision(folder: str | Path, name: str = "qwen2_5_vl", seed: int = 0, **t
             if weight.dim() < 2 or float(weight.detach().std()) == 0.0:
                 weight.data += 0.1 * torch.randn_like(weight)
     model.save_pretrained(folder)
+    _name_as_released(folder / "model.safetensors")
     return str(folder)
+
+
+def _name_as_released(file: Path) -> None:
+    """Names of SigLIP's towers as checkpoints of the hub have them; transformers 5 gives random models others."""
+    weights = load_file(file)
+    if "vision_tower.embeddings.patch_embedding.weight" in weights:  # otherwise the tower is no SigLIP
+        released = {re.sub(r"^vision_tower\.", "vision_tower.vision_model.", name): name for name in weights}
+        save_file({name: weights[own] for name, own in released.items()}, file, metadata={"format": "pt"})

@@ -74,4 +74,6 @@ def is_alive(process: int) -> bool:
 
 def _check(path: Path, seen: os.stat_result, is_kind: Any) -> None:
     if not is_kind(seen.st_mode) or seen.st_uid != os.getuid() or stat.S_IMODE(seen.st_mode) & 0o077:
-        raise ConfigError(f"{path} is not this user's alone, so that no key of a run can lie there. Remove it.")
+        raise ConfigError(
+            f"{path} belongs to another user, or others may read it, so no key of a run can be there. Remove it."
+        )

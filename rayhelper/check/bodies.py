@@ -40,11 +40,11 @@ def mutated_arguments(flow: Flow) -> Iterator[Finding]:
                 continue  # the worker's own tuple and dict
             for node, is_refused in _mutations(method, argument):
                 consequence = (
-                    "what a worker receives lies in memory that others read, and writing to an array or tensor there "
-                    "is an error. Copy it first."
+                    "other workers read the same memory, and writing to a received array or tensor raises an error. "
+                    "Copy it first."
                     if is_refused
-                    else "the worker has a copy, so the change is lost with the call, and is kept with Ray off. Return "
-                    "what is new instead."
+                    else "the worker has a copy, so the change is lost with the call. With Ray off it is kept. Return "
+                    "the new value instead."
                 )
                 yield method.finding(
                     node,
@@ -62,7 +62,7 @@ def collectives(flow: Flow) -> Iterator[Finding]:
                     yield method.finding(
                         node,
                         "collective-on-first",
-                        f"{name} is called by worker 0 alone, on {flow.describe(method, site)}, and waits for the "
+                        f"{name} is called only by worker 0, on {flow.describe(method, site)}, and waits for the "
                         "others until it times out. Decorate the method with execute='all'.",
                     )
                 elif site in (ON_DRIVER, EVERYWHERE) and not name.endswith("init_process_group"):
@@ -83,8 +83,9 @@ def ranks_on_driver(flow: Flow) -> Iterator[Finding]:
                     yield method.finding(
                         node,
                         "rank-on-driver",
-                        f"{name} is read on {flow.describe(method, ON_DRIVER)}, where it is not set: workers alone "
-                        "have ranks. Ask RayHelper.current() in a decorated method, and return what you need.",
+                        f"{name} is read on {flow.describe(method, ON_DRIVER)}, where it is not set, because only "
+                        "workers have ranks. Ask RayHelper.current() in a decorated method, and return the value "
+                        "that you need.",
                     )
 
 
@@ -108,8 +109,8 @@ def initialized_on_import(module: ModuleSource) -> list[Finding]:
                     module.path,
                     getattr(node, "lineno", 1),
                     "initialize-on-import",
-                    "RayHelper is initialized whenever this module is imported, and a worker imports it to find the "
-                    "class: that is an error there. Put the call under `if __name__ == '__main__':`.",
+                    "RayHelper is initialized whenever this module is imported. A worker imports it to find the "
+                    "class, and the call raises an error there. Put the call under `if __name__ == '__main__':`.",
                 )
             )
     return found

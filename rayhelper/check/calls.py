@@ -38,8 +38,8 @@ def calls_across_roles(flow: Flow) -> Iterator[Finding]:
                 yield method.finding(
                     call.node,
                     "call-to-driver",
-                    f"{name} belongs to the driver and is called on {where}: RoleError under Ray. Call it "
-                    "on the driver, and hand what it gives to the workers as an argument.",
+                    f"{name} belongs to the driver and is called on {where}: RoleError on Ray. Call it on the driver, "
+                    "and pass its value to the workers as an argument.",
                 )
             else:
                 yield method.finding(
@@ -58,9 +58,9 @@ def calls_while_constructing(flow: Flow) -> Iterator[Finding]:
                 yield method.finding(
                     call.node,
                     "skipped-in-construction",
-                    f"{flow.title(call.target)} belongs to role {call.settings.role!r} and is called while the class "
-                    f"is constructed, in {flow.title(method)}, which runs only on the driver: it is skipped there, "
-                    "and so runs nowhere. Call it in __init__ itself, or after construction.",
+                    f"{flow.title(call.target)} belongs to role {call.settings.role!r} and is called during "
+                    f"construction, in {flow.title(method)}. This method runs only on the driver, which skips the "
+                    "call, so it runs nowhere. Call it in __init__ itself, or after construction.",
                 )
 
 
@@ -82,9 +82,9 @@ def values_in_construction(flow: Flow) -> Iterator[Finding]:
                 yield method.finding(
                     call.node,
                     "init-value-used",
-                    f"the value of {flow.title(call.target)} (role {call.settings.role!r}) is {used}, but while the "
-                    f"class is constructed the call is skipped {absent}, and gives None there. Keep the value in an "
-                    "attribute of its own role, or make the call after construction.",
+                    f"the value of {flow.title(call.target)} (role {call.settings.role!r}) is {used}. But during "
+                    f"construction the call is skipped {absent}, and gives None there. Keep the value in an attribute "
+                    "of its own role, or make the call after construction.",
                 )
 
 
@@ -103,9 +103,9 @@ def values_of_none(flow: Flow) -> Iterator[Finding]:
                 yield method.finding(
                     call.node,
                     "none-value-used",
-                    f"{flow.title(call.target)} is collected by 'none': its value is a list with an entry for each "
-                    "worker under Ray, and the method's own value with Ray off. Use execute='first', collect='flatten' "
-                    "or a callable that returns what the method returns.",
+                    f"{flow.title(call.target)} is collected by 'none'. On Ray its value is a list with one entry per "
+                    "worker. With Ray off it is the method's own value. Use execute='first', collect='flatten' or a "
+                    "callable that returns the type of the method.",
                 )
 
 

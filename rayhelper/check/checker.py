@@ -167,8 +167,8 @@ def _checkable(flow: Flow, target: str) -> Flow:
     if lineage.has_unread_bases:
         return flow
     raise LookupError(
-        f"{target} has no method with @RayHelper.function (read: {names}): all of it runs on the driver, and its "
-        "workers have nothing to do. Decorate the methods that belong to a role, or check another class."
+        f"{target} has no method with @RayHelper.function (read: {names}). So all of it runs on the driver, and its "
+        "workers are idle. Decorate the methods that belong to a role, or check another class."
     )
 
 

@@ -62,9 +62,9 @@ def _undeclared(lineage: Lineage) -> Iterator[Finding]:
             inherited = "" if method.owner in lineage.classes[:1] else f", which {lineage.name} inherits,"
             yield declaring.finding(
                 "own-of-several-roles",
-                f"{method}{inherited} belongs to role 'own', the one role of its class, and {lineage.name} declares "
-                f"{len(declared)} ({names}): the class cannot be defined. Name the method's role, or give the "
-                "class one.",
+                f"{method}{inherited} belongs to role 'own', the only role of its class. {lineage.name} declares "
+                f"{len(declared)} roles ({names}), so the class cannot be defined. Name the method's role, or give "
+                "the class one.",
             )
         elif settings.role not in (*declared, DRIVER, UNKNOWN):
             yield method.finding(
@@ -94,15 +94,15 @@ def settings(flow: Flow) -> Iterator[Finding]:
             yield method.finding(
                 method.line_of_decorator(),
                 "first-divides",
-                f"{method} calls worker 0 alone, which would get a part of the data under its dispatch: the class "
+                f"{method} calls only worker 0, which would get only a part of the data with this dispatch. The class "
                 "cannot be defined. Use dispatch='all', or execute='all'.",
             )
         elif told.dispatch in ("slice", "balanced") and _takes_scalars(method) and told.role != DRIVER:
             yield method.finding(
                 method.line_of_decorator(),
                 "nothing-to-slice",
-                f"{method} cuts its arguments over the workers and has none that can be cut: every call is a "
-                "DispatchError under Ray. Give it the items as a parameter, or use dispatch='all'.",
+                f"{method} divides its arguments over the workers, but none of them can be cut. On Ray every call "
+                "raises a DispatchError. Give it the items as a parameter, or use dispatch='all'.",
             )
 
 
@@ -154,8 +154,8 @@ def order(flow: Flow) -> Iterator[Finding]:
                     source.module.path,
                     entry.lineno,
                     "worker-not-topmost",
-                    f"@{ast.unparse(entry)} stands above @RayHelper.worker of {source.name}, and what it does to the "
-                    "class or its __init__ passes the workers by. Put @RayHelper.worker on top.",
+                    f"@{ast.unparse(entry)} stands above @RayHelper.worker of {source.name}, so workers do not get "
+                    "its changes of the class or its __init__. Put @RayHelper.worker on top.",
                 )
     for method in flow.methods:
         for entry in _above(method.node.decorator_list, method.decorator):
@@ -164,8 +164,8 @@ def order(flow: Flow) -> Iterator[Finding]:
                 yield method.finding(
                     entry,
                     "mode-above-function",
-                    f"@{ast.unparse(entry)} stands above @RayHelper.function of {method}: it holds on the driver, and "
-                    "not on the workers, which run the method itself. Put it below.",
+                    f"@{ast.unparse(entry)} stands above @RayHelper.function of {method}. So it applies on the "
+                    "driver, but not on the workers, which run the method itself. Put it below.",
                 )
 
 

@@ -52,8 +52,8 @@ def parts_built_alike(flow: Flow) -> Iterator[Finding]:
         yield _finding(
             part,
             "part-not-everywhere",
-            f"{part.name} (a {part.lineage.name}) {why}: RoleError, because an __init__ runs on the driver and on "
-            "every worker and must build the same parts everywhere. Build it in __init__ itself, without a condition.",
+            f"{part.name} (a {part.lineage.name}) {why}: RoleError. An __init__ runs on the driver and on every "
+            "worker, and must build the same parts everywhere. Build it in __init__ itself, without a condition.",
         )
 
 
@@ -85,7 +85,7 @@ def _elsewhere(flow: Flow, method: Method, argument: ast.expr, groups: set[str],
                 argument,
                 "object-not-hosted",
                 f"{given.name} is an argument of {where}, but it lives on the driver and on groups "
-                f"{', '.join(sorted(hosts))}: RoleError. Pass what it computed, or let one device group host both.",
+                f"{', '.join(sorted(hosts))}: RoleError. Pass its result, or let one device group host both.",
             )
 
 

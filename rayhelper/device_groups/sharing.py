@@ -39,7 +39,7 @@ def host_of(where: str, name: str, sections: Mapping[str, Mapping[str, Any]]) ->
         raise ConfigError(f"{where} shares devices with itself. Name another, or remove {SHARE_KEY}.")
     if shares(sections[host]):
         raise ConfigError(
-            f"{where} shares devices with {host!r}, which has none of its own: it shares those of "
+            f"{where} shares devices with {host!r}, which has no devices of its own: it shares the devices of "
             f"{shown(sections[host][SHARE_KEY])}. Name one that has its own."
         )
     return host

@@ -138,8 +138,8 @@ def workers_by_node(group: DeviceGroup, nproc_per_node: int | None) -> Counter[i
         first, last = ranks[start], ranks[start + width - 1]
         if first // nproc_per_node != last // nproc_per_node:
             raise PlacementError(
-                f"worker {start // width} of group {group.name!r} needs {width} {group.device} of one node, but its "
-                f"ranks {first} to {last} lie on two when a node has {nproc_per_node} free. Set nproc_per_node in "
+                f"worker {start // width} of group {group.name!r} needs {width} {group.device} of one node. With "
+                f"{nproc_per_node} per node, its ranks {first} to {last} lie on two nodes. Set nproc_per_node in "
                 f"device_groups to a multiple of {width}, or choose other ranks."
             )
         workers[first // nproc_per_node] += 1

@@ -1,4 +1,4 @@
-"""The dry run behind ``rayhelper plan``: what a configuration would ask of a cluster, without one.
+"""The dry run behind ``rayhelper plan``: the GPUs and memory that a configuration needs, found without a cluster.
 
 plan_report.py     the subcommand, its text and its JSON
 dry_run.py         groups on nodes, and every mistake with its remedy

@@ -23,7 +23,7 @@ from rayhelper.errors import ConfigError, PlacementError
 from rayhelper.planning.memory import GIB, RUNTIME_BYTES, peak_bytes
 from rayhelper.planning.model_shape import SHAPE_REMEDY, ModelShape
 from rayhelper.planning.plan_roles import LEARNS, Findings, Place, PlannedRun, RolePlan, plan_role, read_shape
-from rayhelper.planning.refusals import refusals
+from rayhelper.planning.refusals import chosen_engine, refusals
 from rayhelper.planning.role_kinds import RoleKind, kind_of, roles_named
 from rayhelper.ranks import runs
 from rayhelper.text import parse_text
@@ -133,7 +133,11 @@ def make_plan(
     trained = [group.num_workers for group in groups.groups if any(kinds[role].does in LEARNS for role in group.roles)]
     gpu_bytes = int(gpu_memory_gib * GIB)
     num_trainers = max(trained, default=1)
-    run = PlannedRun(shared, num_trainers, kinds, gpu_bytes, nproc_per_node, findings, shape, unknown)
+    engine = "hf"
+    if "auto" in (keys.get("rollout_engine") for keys in sections.values()):
+        engine = chosen_engine(trainer, config, values) or engine
+        findings.assume(f"rollout_engine: {engine}, which auto is with what is installed here")
+    run = PlannedRun(shared, num_trainers, kinds, gpu_bytes, nproc_per_node, findings, shape, unknown, engine)
     roles = {
         group.name: tuple(plan_role(Place(role, group, groups.role_settings[role], run)) for role in group.roles)
         for group in groups.groups
@@ -224,7 +228,7 @@ def _check_fit(asked: Mapping[int, Demand], num_nodes: int, gpus_per_node: int, 
         used = sum(demand.total() for demand in asked.values())
         missing = len(asked) - num_nodes
         findings.mistakes.note(
-            f"the groups lie on {len(asked)} nodes ({used} accelerators), and the cluster has {num_nodes} nodes x "
+            f"the groups are on {len(asked)} nodes ({used} accelerators), and the cluster has {num_nodes} nodes x "
             f"{gpus_per_node} = {num_nodes * gpus_per_node} accelerators. Add {missing} "
             f"{'node' if missing == 1 else 'nodes'}, or ask for "
             + (
@@ -252,7 +256,7 @@ def _plan_group(
         awake = runtime + peak_bytes(*([memory.awake for memory in process] for process in processes))
     if peak is not None and peak > run.gpu_bytes and group.shares_devices_with is None:
         counted = peak_bytes(*([memory.counted for memory in process] for process in processes))
-        room = ", or let roles make room for each other (offload_model, offload_optimizer, sleep_level)"
+        room = ", or offload idle roles (offload_model, offload_optimizer, sleep_level)"
         others = f", with {', '.join(repr(other.name) for other in neighbours)} on its devices," if neighbours else ""
         message = (
             f"group {group.name!r}{others} needs about {peak / GIB:.1f} GiB of a GPU of {run.gpu_bytes / GIB:g} GiB, "

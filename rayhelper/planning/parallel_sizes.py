@@ -111,7 +111,7 @@ def size_mistakes(
         remedy = f"{EXPERT_KEY} among {_divisors(workers // etp)}" if whole else f"{EXPERT_TENSOR_KEY} 1 or {tp}"
         yield (
             f"{EXPERT_KEY} {ep} x {EXPERT_TENSOR_KEY} {etp} = {ep * etp} of {where} does not divide the {workers} "
-            f"workers of a pipeline stage (TP {tp} x CP {sizes.context} x DP {sizes.data}). Choose {remedy}."
+            f"workers of a pipeline stage. (They are TP {tp} x CP {sizes.context} x DP {sizes.data}.) Choose {remedy}."
         )
     if sizes.virtual_pipeline > 1 and sizes.pipeline == 1:
         yield (
@@ -121,8 +121,8 @@ def size_mistakes(
     for key, layers in sizes.given_stages.items():
         if sizes.pipeline == 1:
             yield (
-                f"{key} {layers} of {where} says how many layers a stage of a pipeline has, but {PIPELINE_KEY} is 1. "
-                f"Remove it, or make {PIPELINE_KEY} larger."
+                f"{key} {layers} of {where} sets the layers of a pipeline stage, but {PIPELINE_KEY} is 1. Remove it, "
+                f"or make {PIPELINE_KEY} larger."
             )
         elif layers % sizes.virtual_pipeline:
             yield (
@@ -183,9 +183,9 @@ def _shape_mistakes(where: str, sizes: ParallelSizes, settings: Mapping[str, Any
         )
     if ep == 1 and sizes.expert_tensor != tp:
         yield (
-            f"{EXPERT_TENSOR_KEY} {sizes.expert_tensor} of {where} differs from {TENSOR_KEY} {tp} while {EXPERT_KEY} "
-            f"is 1: megatron-core then reduces the experts' gradients over the wrong workers. Remove "
-            f"{EXPERT_TENSOR_KEY}, or make {EXPERT_KEY} larger."
+            f"{EXPERT_TENSOR_KEY} {sizes.expert_tensor} of {where} differs from {TENSOR_KEY} {tp}, but {EXPERT_KEY} is "
+            f"1. Then megatron-core reduces the experts' gradients over the wrong workers. Remove {EXPERT_TENSOR_KEY}, "
+            f"or make {EXPERT_KEY} larger."
         )
     if tp > 1 and settings.get("sequence_parallel") is False:
         yield (
@@ -205,7 +205,7 @@ def _stage_mistakes(where: str, sizes: ParallelSizes, num_layers: int) -> Iterat
         if rest:
             yield (
                 f"{told} of {where} are all stages of {PIPELINE_KEY} {sizes.pipeline}, but {sum(given.values())} "
-                f"layers are not the model's num_hidden_layers {num_layers}. Write one of them alone, or a larger "
+                f"layers are not the model's num_hidden_layers {num_layers}. Write only one of them, or a larger "
                 f"{PIPELINE_KEY}."
             )
         return
@@ -214,7 +214,8 @@ def _stage_mistakes(where: str, sizes: ParallelSizes, num_layers: int) -> Iterat
         pieces = f" in {VIRTUAL_KEY} {sizes.virtual_pipeline} pieces each" if sizes.virtual_pipeline > 1 else ""
         yield (
             f"{told} of {where} leave {rest} of the model's num_hidden_layers {num_layers} to the other {num_others} "
-            f"of {PIPELINE_KEY} {sizes.pipeline} stages, which have equally many{pieces}. Leave a multiple of {step}."
+            f"of {PIPELINE_KEY} {sizes.pipeline} stages. These stages have equally many layers{pieces}. Leave a "
+            f"multiple of {step}."
         )
 
 

@@ -1,4 +1,4 @@
-"""``rayhelper plan``: what a configuration would ask of a cluster, as text or JSON.
+"""``rayhelper plan``: the GPUs and memory that a configuration needs, as text or JSON.
 
     rayhelper plan --config x.yaml [--nodes N --gpus-per-node M]
 
@@ -34,7 +34,7 @@ def plan(
     html: str | None = None,
     shown: str | None = None,
 ) -> int:
-    """Prints what a configuration would ask of a cluster; 0: it can run, 1: it breaks rules, 2: it cannot be read.
+    """Prints the GPUs and memory that a configuration needs; 0: it can run, 1: it breaks rules, 2: it cannot be read.
 
     Args:
         config: YAML or JSON file: a trainer's whole configuration, or only device groups.
@@ -80,17 +80,17 @@ def as_lines(made: Plan) -> Iterator[str]:
         yield from _group_lines(planned, made.gpu_bytes)
     yield ""
     if made.groups and all(planned.group.device == "CPU" for planned in made.groups):
-        yield "total: CPUs alone, no GPU is asked for"
+        yield "total: only CPUs, no GPU"
     else:
         yield f"total: {_count(made.num_nodes, 'node')} x {made.gpus_per_node} = {_total_text(made)}"
     if findings.assumed:
         yield f"assumed: {'; '.join(findings.assumed)}"
     if any(planned.peak_bytes is not None for planned in made.groups):
-        yield f"memory is an estimate, of the fullest GPU; runtime is {_gib(RUNTIME_BYTES)} GiB set aside a process"
+        yield f"memory is an estimate, of the fullest GPU; runtime is {_gib(RUNTIME_BYTES)} GiB reserved per process"
     yield from _numbered("warning", findings.warnings)
     yield from _numbered("mistake", [str(mistake) for mistake in findings.mistakes])
     if made.is_partial:
-        yield "Groups that have a mistake of their own are not shown above."
+        yield "Groups with a mistake are not shown above."
 
 
 def _total_text(made: Plan) -> str:
@@ -118,7 +118,7 @@ def _group_lines(planned: GroupPlan, gpu_bytes: int) -> Iterator[str]:
         if role.memory is not None:
             terms = " + ".join(f"{term.name} {_gib(term.num_bytes)}" for term in role.memory.terms)
             apart = ", the optimizer's states apart from activations" if role.memory.resting else ""
-            yield f"    memory {terms} = {_gib(role.memory.at_work)} GiB a GPU{apart}"
+            yield f"    memory {terms} = {_gib(role.memory.at_work)} GiB per GPU{apart}"
         elif group.device != "CPU":
             yield f"    memory unknown: {role.unknown}"
     if planned.guests:
@@ -126,7 +126,7 @@ def _group_lines(planned: GroupPlan, gpu_bytes: int) -> Iterator[str]:
     if planned.peak_bytes is not None and group.shares_devices_with is not None:
         yield f"  memory   counted with that of {group.shares_devices_with}"
     elif planned.peak_bytes is not None:
-        yield f"  memory   peak {_gib(planned.peak_bytes)} of {_gib(gpu_bytes)} GiB a GPU{_peak_text(planned)}"
+        yield f"  memory   peak {_gib(planned.peak_bytes)} of {_gib(gpu_bytes)} GiB per GPU{_peak_text(planned)}"
 
 
 def _peak_text(planned: GroupPlan) -> str:

@@ -74,6 +74,7 @@ class PlannedRun:
     findings: Findings
     shape: ModelShape | None  # of the model that roles share
     unknown: str  # why there is no shape
+    engine: str  # that rollout_engine: auto stands for
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,8 @@ def _engine(place: Place) -> Literal["vllm", "hf"] | None:
         return None
     settings = place.settings
     uses_vllm = settings.get("use_vllm", any(str(key).startswith("vllm_") for key in settings)) is True
-    return "vllm" if settings.get("rollout_engine", "vllm" if uses_vllm else "hf") == "vllm" else "hf"
+    said = settings.get("rollout_engine", "vllm" if uses_vllm else "hf")
+    return "vllm" if (place.run.engine if said == "auto" else said) == "vllm" else "hf"
 
 
 def _own_model(place: Place) -> Any:
@@ -362,8 +364,8 @@ def _warn_of_torn(place: Place, key: str, width: int, kind: str = "tensor-parall
     ranks, nproc_per_node = place.group.ranks or (), place.run.nproc_per_node
     if torn := num_torn(ranks, width, nproc_per_node):
         place.run.findings.warnings.append(
-            f"{torn} of {len(ranks) // width} {kind} groups of {place.where} lie on several nodes ({width} "
-            f"{place.group.device} each, {nproc_per_node} a node), which is slow. Make {key} a divisor of "
+            f"{torn} of {len(ranks) // width} {kind} groups of {place.where} are on several nodes ({width} "
+            f"{place.group.device} each, {nproc_per_node} a node), so communication is slow. Make {key} a divisor of "
             f"{nproc_per_node}, and let the ranks begin at a multiple of it."
         )
 

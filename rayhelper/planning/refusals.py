@@ -33,3 +33,16 @@ def refusals(trainer: str | None, config: str, values: Mapping[Any, Any]) -> tup
             sure = [line for line in found if line not in (*unsure, *here)]
             return sure, [*(f"on this machine the trainer would not start: {line}" for line in here), *unsure]
     return [], []
+
+
+def chosen_engine(trainer: str | None, config: str, values: Mapping[Any, Any]) -> str | None:
+    """The engine that the trainer of a file takes for ``rollout_engine: auto``: ``hf`` or ``vllm``; None: not known.
+
+    The package of ``refusals`` says it, by a function ``engine_of(trainer, file, values)``.
+    """
+    for point in entry_points(group=GROUP):
+        ask: Callable[..., str | None] | None = getattr(import_module(point.module), "engine_of", None)
+        found = None if ask is None else ask(trainer, config, values)
+        if found is not None:
+            return found
+    return None

@@ -186,8 +186,8 @@ def _changed_in_place(calls: Iterable[Seen]) -> Iterator[Cause]:
                     yield Cause(
                         "argument changed in place",
                         f"an argument that was changed in place: {seen.title} changes its argument "
-                        f"{note.changed[0]!r}. With Ray off and in process others see the change, on workers of "
-                        "their own they do not, and under torchrun some processes do. Change a copy, and return it",
+                        f"{note.changed[0]!r}. With Ray off and in process, others see the change. On separate "
+                        "workers they do not, and under torchrun only some processes do. Change a copy, and return it",
                     )
 
 
@@ -289,15 +289,15 @@ def _draws(case: Case) -> Iterator[Cause]:
         )
     yield Cause(
         "seed",
-        f"random numbers: the generator of {moved[0]} stands elsewhere in the two runs before the method draws from "
-        "it. Something drew from it, or seeded it, in one of the runs alone (an earlier call, a library, a seed made "
-        f"of the time). {_own_generator(moved[0])}",
+        f"random numbers: the generator of {moved[0]} has different states in the two runs before the method draws "
+        "from it. In only one of the runs, something drew from it or seeded it: an earlier call, a library, or a "
+        f"seed from the time. {_own_generator(moved[0])}",
     )
 
 
 def _own_generator(name: str) -> str:
     made = {"python": "random.Random(seed)", "numpy": "numpy.random.default_rng(seed)"}
-    return f"Give one of them a generator of its own, such as {made.get(name, 'torch.Generator().manual_seed(seed)')}"
+    return f"Give one of them its own generator, such as {made.get(name, 'torch.Generator().manual_seed(seed)')}"
 
 
 def _driver_draws(case: Case) -> Iterator[Cause]:
@@ -330,7 +330,7 @@ def _rank(case: Case) -> Iterator[Cause]:
 _OUTSIDE = {  # what is read: the kind, and what to do
     CLOCK: ("time", "the clock", "Pass the time as an argument"),
     UUID: ("uuid", "a uuid", "Pass it as an argument"),
-    FILE: ("file", "a file that is written or read", "Return what it holds, or read it on the driver"),
+    FILE: ("file", "a file that is written or read", "Return its value, or read it on the driver"),
     PROCESS: ("process", "the process (pid, host)", "Pass it as an argument"),
 }
 
@@ -344,7 +344,7 @@ def _outside(case: Case) -> Iterator[Cause]:
 
 def _outside_words(case: Case) -> str:
     if case.place == "argument":
-        return "the driver's own code reads what differs from run to run"
+        return "the driver's own code reads values that differ from run to run"
     return "what __init__ reads of the process" if case.is_constructor else "state outside of the object"
 
 
@@ -412,15 +412,15 @@ def _shared(case: Case) -> Iterator[Cause]:
         for value, call in case.evidence.changed_values:
             yield Cause(
                 "value changed in place",
-                f"a value that a role changes after it gave it: what {value} gave is changed in place by {call}. With "
-                "Ray off the driver sees the change, and on workers it does not. Return a copy",
+                f"a value that a role changes after it returned it: the value of {value} gave is changed in place by "
+                f"{call}. With Ray off the driver sees the change, and on workers it does not. Return a copy",
             )
         return
     for name, held in case.evidence.changed_by_driver:
         yield Cause(
             "changed in place on the driver",
-            f"the driver's own code changes {name} in place{_came_from(held, case.here[:-1])}. With Ray off they share "
-            "it, and workers have a copy of their own. Pass a copy, and pass again what has changed",
+            f"the driver's own code changes {name} in place{_came_from(held, case.here[:-1])}. With Ray off they "
+            "share it, but workers have their own copy. Pass a copy, and pass changed values again",
         )
 
 
@@ -445,8 +445,8 @@ def _own_state(case: Case) -> Iterator[Cause]:
             continue
         yield Cause(
             "state kept between calls",
-            f"{_ROWS}: state kept between calls, {name}, which each worker changes for its own rows. Add up what the "
-            "workers have in collect, or keep it on the driver",
+            f"{_ROWS}: state kept between calls, {name}, which each worker changes for its own rows. Add up the "
+            "workers' values in collect, or keep the state on the driver",
         )
 
 
@@ -473,8 +473,8 @@ def _shape_of(case: Case) -> Iterator[Cause]:
         )
     words = {
         "dtype": ("dtype", "the type of numbers: a default dtype, autocast, or a conversion on the way"),
-        "device": ("device", "the device: a tensor lies elsewhere. Move it in the role that uses it"),
-        "shape": ("shape", "the number of items: padding to a longest row, or an average in the place of rows"),
+        "device": ("device", "the device: a tensor is on another device. Move it in the role that uses it"),
+        "shape": ("shape", "the number of items: padding to a longest row, or an average instead of rows"),
         "keys": ("missing key", "a key that only some workers or some steps have"),
         "type": ("type", "the type of a value, or None in its place"),
     }

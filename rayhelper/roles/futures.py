@@ -52,17 +52,17 @@ class Future(Generic[R]):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a Future travels as an argument of its own, not inside a list or a dict, and not as a value. Pass it "
-            "alone, or its .result()."
+            "a Future must be a whole argument. It cannot be inside a list or a dict, and cannot be returned. Pass "
+            "only the Future, or its .result()."
         )
 
     def _asked(self) -> Pending:
         """What runs behind it. Raises RoleError in a forked child, which would take the parent's messages."""
         if os.getpid() != self._pid and not isinstance(self._pending, Finished):
             raise RoleError(
-                f"the Future of {self._pending.title} was asked in a process that was forked from the one that made it "
-                "(a DataLoader worker, a Process of multiprocessing). Only the process that made it reaches the "
-                "workers. Call .result() there, before the fork, and give the child the value."
+                f"the Future of {self._pending.title} was used in a forked process, such as a DataLoader worker or a "
+                "Process of multiprocessing. Only the process that made it can reach the workers. Call .result() "
+                "there, before the fork, and give the value to the child."
             )
         return self._pending
 
@@ -71,18 +71,18 @@ class Future(Generic[R]):
         return self._asked().done()
 
     def result(self, timeout_s: float | None = None) -> R:
-        """What the call would have returned. Raises what it would have raised, or DeadlineError after ``timeout_s``.
+        """The value of the call. Raises the exception of the call, or DeadlineError after ``timeout_s``.
 
-        The call goes on after ``timeout_s``: ask again, or ``cancel`` it.
+        The call continues after ``timeout_s``: ask again, or ``cancel`` it.
         """
         value: R = self._asked().result(timeout_s)
         return value
 
     def cancel(self) -> bool:
-        """Gives the call up: workers that wait do not begin it, those that run it are interrupted.
+        """Cancels the call. Workers that wait do not begin it, and workers that run it are interrupted.
 
         Native code is interrupted when it returns to Python, and collectives at once. ``result`` then raises
-        CallCancelledError. False if the call was done before, as always with Ray off.
+        CallCancelledError. Returns False if the call was done before, which is always so with Ray off.
         """
         return self._asked().cancel()
 

@@ -27,9 +27,9 @@ class InPlace:
         for name in read_by(type(target), method) & self.stamps.keys():
             if name in held and _stamp(held[name]) != self.stamps[name]:
                 raise RoleError(
-                    f"{title} reads self.{name}, which was changed in place on the driver after the object was "
-                    f"constructed: its values, dtype, device or mode. The workers of role {method.role!r} have one of "
-                    f"their own. Change it in a method of role {method.role!r}, or in __init__."
+                    f"{title} reads self.{name}, which was changed in place on the driver after construction (its "
+                    f"values, dtype, device or mode). The workers of role {method.role!r} have their own copy. Change "
+                    f"it in a method of role {method.role!r}, or in __init__."
                 )
 
 

@@ -67,8 +67,8 @@ class LeftBehind:
     def told(self, owner: str, name: str) -> str:
         """What is wrong with reading an attribute, and what to do."""
         return (
-            f"{owner}.{name} is not what the workers have: {self.changed_by[name]} has changed it there, and the "
-            "driver has what __init__ set. Return the value from a method of the role, or read it in one."
+            f"{owner}.{name} differs from the workers' value: {self.changed_by[name]} has changed it there, and the "
+            "driver has the value of __init__. Return the value from a method of the role, or read it in one."
         )
 
     def _guard(self, module: Any) -> None:

@@ -441,6 +441,7 @@ def not_constructed(method: RoleMethod[..., Any], target: Any) -> RoleError:
     if not hasattr(target, "__rayhelper_roles__"):
         return RoleError(f"{method} was called on a {name}, a class without @RayHelper.worker(group=...). Add it.")
     return RoleError(
-        f"{method} was called on a {name} that has no workers: it was constructed before RayHelper.initialize (or its "
-        "__init__ was replaced after @RayHelper.worker, which must be the topmost decorator). Construct it after."
+        f"{method} was called on a {name} that has no workers. It was constructed before RayHelper.initialize: "
+        "construct it after. Or a decorator above @RayHelper.worker replaced its __init__: make @RayHelper.worker the "
+        "topmost decorator."
     )

@@ -78,8 +78,8 @@ class Snapshot:
                     continue
                 raise RoleError(
                     f"{title} reads self.{name}, which was set on the driver after the object was constructed. The "
-                    f"workers of role {method.role!r} still have what __init__ set. Pass the value as an argument, or "
-                    f"set it in a method of role {method.role!r}."
+                    f"workers of role {method.role!r} still have the value of __init__. Pass the value as an argument, "
+                    f"or set it in a method of role {method.role!r}."
                 )
         if names.reads_any:
             self._check_any(method, cls, held, title)
@@ -121,10 +121,10 @@ class Snapshot:
                 continue
             shown = f" from {before!r} to {now!r}" if _is_short(before, now) else ""
             raise RoleError(
-                f"{title} reads {settings.name}, of which {settings.name.removeprefix('the global ')}{path} was changed"
-                f"{shown} on the driver after the object was constructed. The workers of role {method.role!r} still "
-                f"have what it was. Pass the value as an argument, or set it in a method of role {method.role!r} or "
-                "before you construct the object."
+                f"{title} reads {settings.name}, of which {settings.name.removeprefix('the global ')}{path} was "
+                f"changed{shown} on the driver after the object was constructed. The workers of role {method.role!r} "
+                "still have the old value. Pass the value as an argument. Or set it in a method of role "
+                f"{method.role!r}, or before you construct the object."
             )
 
     def _by_namespace(self, names: Names) -> list[Compared]:
@@ -160,9 +160,9 @@ class Snapshot:
                 continue
             if not _is_kept(self.attributes.get(name, MISSING), held.get(name, MISSING)):
                 raise RoleError(
-                    f"{title} may read self.{name}, which was set on the driver after the object was constructed: the "
-                    f"method passes self on, or computes an attribute's name. The workers of role {method.role!r} "
-                    f"still have what __init__ set. Pass the value as an argument, or set it in a method of role "
+                    f"{title} may read self.{name}, which was set on the driver after construction. (The method passes "
+                    f"self to other code, or computes an attribute's name.) The workers of role {method.role!r} still "
+                    "have the value of __init__. Pass the value as an argument, or set it in a method of role "
                     f"{method.role!r}."
                 )
 
@@ -176,7 +176,7 @@ class Snapshot:
                 known = f"self.{name}" if one in cls.__mro__ else f"{one.__name__}.{name}"
                 raise RoleError(
                     f"{title} reads {known}, which was set in class {one.__name__} on the driver after the object "
-                    f"was constructed. The workers of role {method.role!r} still have what it was. Set it before you "
+                    f"was constructed. The workers of role {method.role!r} still have the old value. Set it before you "
                     "construct the object."
                 )
 

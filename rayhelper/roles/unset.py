@@ -44,7 +44,7 @@ def where_it_is_set(cls: Any, name: str) -> str:
         return ""
     methods = " and ".join(f"{cls.__name__}.{method} (role {role!r})" for method, role in setters.items())
     return (
-        f"{methods} sets self.{name}, which lives on the workers of that role alone. Return the value from a method of "
+        f"{methods} sets self.{name}, which exists only on the workers of that role. Return the value from a method of "
         "the role, or read it in one."
     )
 

@@ -114,8 +114,8 @@ class SimulatedWorker(WorkerRuntime):
         if self.info.world_size > 1:
             error = ProcessesNeededError(
                 f"RayHelper.init_process_group was called on {self.describe()}: the {self.info.world_size} workers of "
-                "runtime='inprocess' run one after the other, and a collective needs them at once. Use torchrun or "
-                "Ray, or one worker a group."
+                "runtime='inprocess' run one after the other. A collective needs them at the same time. Use torchrun "
+                "or Ray, or one worker per group."
             )
             error.group = self.info.group
             raise error

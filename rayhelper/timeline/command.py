@@ -14,7 +14,7 @@ from rayhelper.timeline.summary import headline, num_ranks, printable, summarise
 
 
 def timeline(file: str, html: str | None = None) -> int:
-    """Prints where the time of a traced run went; 0, or 2 with one line about what is wrong.
+    """Prints how a traced run spent its time; 0, or 2 with one line about what is wrong.
 
     Args:
         file: the trace, .json or .json.gz.

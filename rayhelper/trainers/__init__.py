@@ -46,8 +46,8 @@ def _package() -> ModuleType:
     if str(FOLDER) not in (str(Path(folder).resolve()) for folder in getattr(found, "__path__", ())):
         where = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), "an unknown file")
         raise ImportError(
-            f"this process has imported your module {NAME} ({where}) before {__name__}. Import {__name__} first: then "
-            f"{NAME} is RayHelper's, and a module mine in a folder {NAME} of yours is {NAME}.mine as before."
+            f"this process has imported your module {NAME} ({where}) before {__name__}. Import {__name__} first. Then "
+            f"{NAME} is RayHelper's package, and a module mine in your folder {NAME} is still {NAME}.mine."
         )
     return found
 

@@ -85,8 +85,9 @@ def validate_dispatch(dispatch: Any, execute: Any) -> None:
         )
     if callable(dispatch) and not accepts(dispatch, 2, 0, None):
         raise DecorationError(
-            f"dispatch={name_of(dispatch)} cannot be called as f(n, i, data): n shards, shard index i, and the call's "
-            "single argument (or its (args, kwargs) pair). Give it three positional parameters."
+            f"dispatch={name_of(dispatch)} cannot be called as f(n, i, data). These are the number of shards, the "
+            "shard's index, and the call's argument (of several: the pair (args, kwargs)). Give it three positional "
+            "parameters."
         )
 
 
@@ -166,9 +167,9 @@ def _check_no_batch(value: Any, label: str, cut: str) -> None:
     name = _array_in(value, depth=2)
     if name:
         raise DispatchError(
-            f"{label} is {describe(value)} that holds arrays ({name!r}), and nothing says how to cut it, while "
-            f"{cut} is cut. Give {type(value).__name__} __len__ and a __getitem__ that takes a slice, pass its columns "
-            "as a dict, or send it uncut to every worker: RayHelper.whole(value)."
+            f"{label} is {describe(value)} that holds arrays ({name!r}), and nothing says how to cut it, while {cut} "
+            f"is cut. Give {type(value).__name__} __len__ and a __getitem__ that takes a slice, or pass its columns as "
+            "a dict. To send it whole to every worker, use RayHelper.whole(value)."
         )
 
 
@@ -268,8 +269,8 @@ def _by_callable(
         else:
             raise DispatchError(
                 f"{where}: dispatch={name_of(function)} returned {describe(part)} for shard {shard} of {num_shards}. A "
-                f"call with {len(args)} positional and {len(kwargs)} keyword arguments hands it data=(args, kwargs); "
-                "return shard i's data in the same form: a pair of a tuple and a dict."
+                f"call with {len(args)} positional and {len(kwargs)} keyword arguments gives it data=(args, kwargs). "
+                "Return the data of shard i in the same form: a pair of a tuple and a dict."
             )
     return calls
 

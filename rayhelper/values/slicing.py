@@ -144,6 +144,6 @@ def describe(value: Any) -> str:
 
 def _unsliceable(value: Any, label: str, problem: str) -> str:
     return (
-        f"{label} is {describe(value)}, which {problem}. Pass a list, a tensor, an array or a type whose "
-        "__getitem__ takes it, or send it uncut to every worker: RayHelper.whole(value)."
+        f"{label} is {describe(value)}, which {problem}. Pass a list, a tensor, an array or a type whose __getitem__ "
+        "takes it. To send it whole to every worker, use RayHelper.whole(value)."
     )

@@ -161,6 +161,17 @@ class Generators:
             setattr(torch, name, getattr(torch.random, name))
         self.seed = None
 
+    def look_again(self) -> None:
+        """The driver makes a call, and no worker is at work in this thread.
+
+        An interrupt may have left ``paused`` on, so that events went unnoticed: each generator counts as seeded then.
+        """
+        if self.paused.depth:
+            self.paused.depth = 0
+            for one in self.by_name.values():
+                one.seeded()
+        self.look_at_seed()
+
     def look_at_seed(self) -> None:
         """Another seed of torch than after the last event was set in a way that is not watched."""
         torch = sys.modules.get("torch")

@@ -92,6 +92,7 @@ class DriverRandom:
 
     def constructing(self) -> None:
         """The workers are told where the driver's generators are."""
+        generators.look_again()
         told = dict(zip(NAMES, generators.points(), strict=True))
         if self.told is not None:  # draws of the objects that are there go on behind this one, unless there is a seed
             self.marks += [(name, number) for name, number in self._new_marks() if told[name] == self.told[name]]
@@ -100,7 +101,7 @@ class DriverRandom:
 
     def of_call(self) -> NewRandom | None:
         """What a call to the group has to tell; None: nothing."""
-        generators.look_at_seed()
+        generators.look_again()
         if generators.num_events == self.looked_at or self.told is None:
             return None
         marks, self.marks = [*self.marks, *self._new_marks()], []

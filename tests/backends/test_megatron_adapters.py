@@ -50,8 +50,9 @@ Lora = dict[str, Any]
 FILE = "adapter_model.safetensors"
 ALL: Lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 SOME: Lora = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
-SOME |= {"use_rslora": True}
+SOME |= {"use_rslora": True, "modules_to_save": ["embed_tokens", "lm_head"]}
 ATTENTION: Lora = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+ATTENTION |= {"target_parameters": ["mlp.gate.weight"]}
 SHARED: Lora = {"r": 4, "target_modules": ["k_proj", *(f"shared_expert.{x}_proj" for x in ("gate", "up", "down"))]}
 NAMED: Lora = {"r": 3, "lora_alpha": 6, "use_rslora": True}
 NAMED |= {"target_modules": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
@@ -389,7 +390,7 @@ REFUSED: dict[str, tuple[str, Lora, int, str]] = {
         r"not \['gate_proj', 'down_proj'\]. Write all",
     ),
     "one": ("qwen2_moe", {"target_parameters": [STACKS[0]]}, 1, "Write both"),
-    "stack": ("qwen3_moe", {"target_parameters": ["mlp.gate.weight"]}, 1, "'mlp.gate.weight'.*knows.*gate_up_proj"),
+    "stack": ("qwen3_moe", {"target_parameters": ["mlp.gate"]}, 1, "'mlp.gate'.*knows.*mlp.gate.weight.*gate_up_proj"),
     "no experts": ("qwen3", {"target_parameters": list(STACKS)}, 1, "this qwen3 model has none"),
     "dropout": ("qwen3_moe", {"target_parameters": list(STACKS), "lora_dropout": 0.1}, 1, "lora_dropout: 0"),
     "dense layers": ("qwen3_moe", {"target_modules": [], "target_parameters": list(STACKS)}, 2, r"\[2\].*every layer"),

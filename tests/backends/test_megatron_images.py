@@ -251,6 +251,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "frozen tower": {"vision": {"frozen": ["vit"]}},
     "frozen language": {"vision": {"frozen": ["llm"], "rates": RATES}},
     "adapter": {"vision": {"frozen": ["vit", "aligner"]}, "lora": LORA},
+    "adapter on both": {"vision": {"frozen": ["aligner"], "rates": RATES}, "lora": LORA},
+    "adapter and tower": {"vision": {"rates": RATES}, "lora": LORA | {"modules_to_save": ["vit", "aligner"]}},
 }
 
 
@@ -275,7 +277,10 @@ def test_parts_that_are_frozen_stay_and_others_learn_as_in_transformers(tmp_path
                 assert told_norm == pytest.approx(right, abs=MARGIN), key
                 for weight, value in found.items():
                     torch.testing.assert_close(value, weights[weight], atol=2e-5, rtol=0, msg=f"{key} {weight}")
-        if name == "adapter":
+        if name == "adapter and tower":
+            patches = "model.visual.patch_embed.proj.weight"
+            assert not torch.equal(expected[patches], load_file(Path(folder) / "model.safetensors")[patches])
+        if name.startswith("adapter"):
             whole = AutoModelForImageTextToText.from_pretrained(folder)
             read: Any = PeftModel.from_pretrained(whole, str(tmp_path / "out" / name / "model" / "adapter"))
             of_layers = {in_memory(key): value for key, value in expected.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +89,23 @@ def test_a_value_head_learns_by_passes_of_fixed_shapes(folder: str) -> None:
             backend.step(samples, partial(loss, int(samples.target_mask.values.sum())), micro_batch_size=2)
         found.append(weights_of(backend))
     assert largest_difference(*found) < 1e-5
+
+
+def test_passes_are_captured_only_where_each_does_the_same_as_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr("trainers.backends.fsdp.backend.passes_of", lambda *_: asked.append(True))
+    model = save_tiny(tmp_path)
+    changes: list[dict[str, Any]] = [
+        *({"cuda_graphs": False}, {"gradient_checkpointing": True}, {"neftune_noise_alpha": 5.0}),
+        {"optimizer_offload": True},
+    ]
+    for keys in changes:
+        FsdpBackend(model, **SETTINGS | keys)
+        assert asked == [], keys
+    FsdpBackend(model, **SETTINGS)
+    assert asked == [True]
 
 
 def test_a_capture_that_fails_is_told_once_and_nothing_is_lost(folder: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -175,7 +175,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "caps its scores": (Gemma2Config(**SIZES, num_hidden_layers=1, num_key_value_heads=1, head_dim=8), "has softcap"),
     "asks no attention function": (
         RecurrentGemmaConfig(**SIZES, num_hidden_layers=3, lru_width=16),
-        "does not keep documents apart by it",
+        "does not separate documents with it",
     ),
     "attends in chunks": (
         LlamaConfig(**SIZES, num_hidden_layers=1, layer_types=["chunked_attention"]),

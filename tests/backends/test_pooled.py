@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from rayhelper import ConfigError
+from tests import megatron_on_cpu
 from tests.backends.batches import largest_difference
 from tests.backends.ranks import run_ranks
 from trainers.backends.fsdp.backend import FsdpBackend
@@ -122,3 +123,51 @@ def test_a_step_of_an_encoder_is_the_same_over_two_ranks(models: dict[str, str],
     for settings in ({}, {"sharding": "full_shard"}):
         for weights in run_ranks(2, one_step, models["encoder"], 2, settings, folder=tmp_path):
             assert largest_difference(weights, expected) < 1e-6
+
+
+def embedded(backend: Any, mine: Groups) -> dict[str, Any]:
+    """The embeddings of rows, and how the model learns from them."""
+
+    def loss(values_BTH: torch.Tensor, mask_BT: torch.Tensor, micro: Groups, metrics: Metrics) -> torch.Tensor:
+        return (values_BTH[:, 0] ** 2)[:, :8].sum() / 40
+
+    before = backend.token_values(mine, micro_batch_size=1, as_in_step=True)
+    assert before.lengths.tolist() == mine.lengths.lengths.tolist()
+    norms = [backend.step(mine, loss, micro_batch_size=1).values()["grad_norm"] for _ in range(2)]
+    return {"values": before.values, "norms": norms}
+
+
+def on_megatron(rank: int, model: str, layouts: list[dict[str, Any]], exported: Path) -> list[dict[str, Any]]:
+    from trainers.backends.megatron.backend import MegatronBackend
+    from trainers.backends.megatron.settings import MegatronSettings
+
+    megatron_on_cpu.install()
+    found = []
+    for number, layout in enumerate(layouts):
+        backend = MegatronBackend(model, settings=MegatronSettings(**layout), **SETTINGS)
+        index, count, _ = backend.shard
+        mine = groups()[index * 2 // count : (index + 1) * 2 // count]
+        found.append(embedded(backend, mine) | {"rows": mine.lengths.lengths.tolist()})
+        backend.save(exported / str(number))
+        megatron_on_cpu.end_groups()
+    return found
+
+
+def test_embeddings_of_a_model_in_parts_are_those_of_one_process(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole = Qwen3Model(Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16))
+    whole.save_pretrained(tmp_path / "model")  # names without model., as Qwen3-Embedding has them
+    backend = FsdpBackend(str(tmp_path / "model"), **SETTINGS)
+    right = embedded(backend, groups())
+    learned = {name.removeprefix("model."): weight for name, weight in backend.named_weights()}
+    layouts = [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}, {}]
+    ranks = run_ranks(2, on_megatron, str(tmp_path / "model"), layouts, tmp_path, folder=tmp_path)
+    for number, layout in enumerate(layouts):
+        found = [rank[number] for rank in ranks]
+        values = np.concatenate([one["values"] for one in found]) if not layout else found[0]["values"]
+        np.testing.assert_allclose(values, right["values"], atol=1e-5, err_msg=str(layout))
+        for one in found:
+            np.testing.assert_allclose(one["norms"], right["norms"], rtol=1e-5, err_msg=str(layout))
+        exported = AutoModel.from_pretrained(tmp_path / str(number))
+        assert type(exported) is Qwen3Model
+        assert largest_difference(dict(exported.state_dict()), learned) < 1e-5

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
+from rayhelper import ConfigError
 from tests.backends.batches import (
     LENGTHS,
     largest_difference,
@@ -24,9 +25,10 @@ from tests.backends.batches import (
     weighted_loss,
     weights_of,
 )
-from tests.golden.tiny import save_tiny
+from tests.golden.tiny import save_tiny, tiny_model
 from trainers.backends.fsdp import backend as fsdp
 from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.backends.fsdp.optimizer import build_optimizer, load_whole_state, whole_state
 from trainers.batch import Ragged, Samples
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.loss import StepNumbers, grpo_loss
@@ -277,6 +279,45 @@ def test_bfloat16_keeps_float32_weights_and_states_and_learns(folder: str) -> No
     exact = FsdpBackend(folder).token_logps(samples, micro_batch_size=3)
     rounded = FsdpBackend(folder, dtype="bfloat16").token_logps(samples, micro_batch_size=3)
     assert 1e-4 < abs(exact.values - rounded.values).max() < 0.2
+
+
+def test_muon_is_torchs_of_matrices_and_adamw_of_all_else() -> None:
+    """Also after its states were saved and loaded. Embeddings and head are AdamW's; every weight decays."""
+    model, expected = (tiny_model(tie_word_embeddings=False) for _ in range(2))
+    expected.load_state_dict(model.state_dict())
+    ends = ("embed_tokens", "lm_head")
+    named = list(expected.named_parameters())
+    matrices = [weight for name, weight in named if weight.ndim == 2 and not any(end in name for end in ends)]
+    known = {id(weight) for weight in matrices}
+    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
+    theirs = [
+        torch.optim.Muon(matrices, momentum=0.95, adjust_lr_fn="match_rms_adamw", **settings),
+        torch.optim.AdamW([w for _, w in named if id(w) not in known], betas=(0.9, 0.95), eps=1e-8, **settings),
+    ]
+
+    def built() -> torch.optim.Optimizer:
+        told = {"adam_betas": (0.9, 0.95), "adam_epsilon": 1e-8, "kwargs": {}}
+        return build_optimizer("muon", model, learning_rate=0.02, weight_decay=0.1, **told)
+
+    ours, generator = built(), torch.Generator().manual_seed(0)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step)) for one in (ours, *theirs)]
+    for step in range(4):
+        if step == 2:
+            states, ours = whole_state(ours), built()
+            load_whole_state(ours, states)
+            schedules[0].optimizer = ours
+        for own, other in zip(model.parameters(), expected.parameters(), strict=True):
+            own.grad = torch.randn(own.shape, generator=generator)
+            other.grad = own.grad.clone()
+        for one in (ours, *theirs):
+            one.step()
+        for schedule in schedules:
+            schedule.step()
+    for own, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(own, other)
+    model.stack = torch.nn.Parameter(torch.zeros(2, 2, 2))
+    with pytest.raises(ConfigError, match="optim: muon changes matrices, and stack has 3 dimensions"):
+        built()
 
 
 def test_a_model_that_only_scores_has_no_optimizer_and_no_gradients(folder: str) -> None:

@@ -227,13 +227,17 @@ WIDE: dict[str, Any] = {
 PLACED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "no field": ({"teacher_engine_kwargs": {"max_seqs": 1}}, None, r"^teacher_engine_kwargs: vLLM's EngineArgs has no"),
     "taken": ({"teacher_engine_kwargs": {"dtype": "half"}}, None, "^teacher_engine_kwargs may not hold 'dtype'"),
-    "half of a worker": ({"teacher_engine_kwargs": {"tensor_parallel_size": 2}}, None, "Give role teacher a group"),
+    "half of a worker": (
+        {"teacher_engine_kwargs": {"tensor_parallel_size": 2}},
+        None,
+        "Give role teacher its own group",
+    ),
     "does not divide": ({"teacher_engine_kwargs": {"tensor_parallel_size": 2}}, APART, "does not divide the 1 workers"),
     "no number": ({"teacher_engine_kwargs": {"tensor_parallel_size": "two"}}, None, "is no number of workers"),
     "two of a process": (
         {"rollout_engine": "vllm"},
         GPUS,
-        "^teacher_engine: vllm gives role teacher an engine of vLLM in",
+        "^teacher_engine: vllm gives role teacher a vLLM engine in",
     ),
     "one of them for completions": ({"teacher_engine": "hf", "seq_kd": True, **SLEEPING}, GPUS, "^seq_kd gives role"),
     "sleeps on a CPU": ({"teacher_engine": "hf", "seq_kd": True, **SLEEPING}, JUDGE, "and role teacher is on a CPU"),

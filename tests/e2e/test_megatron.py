@@ -447,9 +447,9 @@ def test_a_reward_model_is_written_with_the_padding_it_was_trained_with(by_two: 
 # Checkpoints
 
 HARMS: dict[str, tuple[str, Callable[[Path], None], str]] = {  # a file, what becomes of it, and what is told
-    "a bit of a shard": ("megatron/__0_0.distcp", flip_a_bit, r"differs from what was written \(checksum\)"),
+    "a bit of a shard": ("megatron/__0_0.distcp", flip_a_bit, r"differs from the written file \(checksum\)"),
     "the end of another rank's": ("megatron/__1_0.distcp", cut, r"has \d+ bytes, and was written with \d+"),
-    "a bit of the index": ("megatron/.metadata", flip_a_bit, r"differs from what was written \(checksum\)"),
+    "a bit of the index": ("megatron/.metadata", flip_a_bit, r"differs from the written file \(checksum\)"),
     "a shard that is gone": ("megatron/__1_0.distcp", Path.unlink, "is not there"),
 }
 
@@ -463,7 +463,7 @@ def test_a_damaged_checkpoint_is_passed_over_in_one_line(by_two: Runs, tmp_path:
         assert choice.folder == folder / "checkpoint-1"
         (note,) = choice.notes
         assert "\n" not in note
-        assert re.search(rf"passed over checkpoint-2.*{re.escape(file)} {told}", note), note
+        assert re.search(rf"skipped checkpoint-2.*{re.escape(file)} {told}", note), note
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(

@@ -78,15 +78,15 @@ def test_an_unknown_name_is_refused_before_anything_starts(model: str, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("loss_type", ["clip_cov", "kl_cov", "dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize("loss_type", ["clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "real"])
 def test_losses_that_watch_tokens_learn_the_same_however_a_step_is_cut(
     loss_type: str, model: str, tmp_path: Path
 ) -> None:
     """The tokens of a step are chosen over all its micro-batches; half of them, so that it shows."""
     keys: dict[str, Any] = {"loss_type": loss_type, "num_train_epochs": 1}
-    keys |= {"clip_cov": {"clip_cov_ratio": 0.5, "clip_cov_lb": -1.0}, "kl_cov": {"kl_cov_ratio": 0.5}}.get(
-        loss_type, {}
-    )
+    own: dict[str, dict[str, Any]] = {"clip_cov": {"clip_cov_ratio": 0.5, "clip_cov_lb": -1.0}}
+    own |= {"kl_cov": {"kl_cov_ratio": 0.5}, "real": {"generation_batch_size": 8}}  # a step has whole groups
+    keys |= own.get(loss_type, {})
     for size in (3, 8):
         GRPOTrainer(grpo_config(model, tmp_path / str(size), **keys, per_device_train_batch_size=size)).train()
     three, eight = ([line for line in lines(tmp_path / str(size)) if "loss" in line] for size in (3, 8))

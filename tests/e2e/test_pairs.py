@@ -430,3 +430,19 @@ def test_an_evaluation_of_losses_that_sort_takes_each_micro_batch_alone(model: s
         trainer.eval_pairs = pairs[rows]
         total += trainer.evaluate()["eval_loss"] * len(rows)
     assert whole["eval_loss"] == pytest.approx(total / 3, rel=1e-5)
+
+
+def test_the_shift_of_bco_is_the_mean_reward_of_all_steps_so_far_also_after_a_resume(
+    model: str, tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {"loss_type": ["bco_pair"], "bco_shift": True, "eval_dataset": None, "warmup_steps": 0}
+    keys |= {"max_steps": 4, "learning_rate": 1e-2}
+    DPOTrainer(dpo_config(model, tmp_path / "whole", **keys, save_steps=2)).train()
+    steps = [line for line in lines(tmp_path / "whole") if "loss" in line]
+    rewards = [(line["rewards/chosen"] + line["rewards/rejected"]) / 2 for line in steps]
+    expected = [np.mean(rewards[: k + 1]) for k in range(4)]
+    assert [line["bco_shift"] for line in steps] == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert abs(steps[-1]["bco_shift"]) > 1e-3
+    keys["resume_from_checkpoint"] = str(tmp_path / "whole" / "checkpoint-2")
+    DPOTrainer(dpo_config(model, tmp_path / "resumed", **keys)).train()
+    assert final_bytes(tmp_path / "resumed") == final_bytes(tmp_path / "whole")

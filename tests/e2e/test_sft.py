@@ -112,6 +112,15 @@ def test_rows_that_are_grouped_by_length_are_learned_in_that_order(tmp_path: Pat
     assert seen == tokens(by_length=True) != tokens(by_length=False)
 
 
+def test_an_evaluation_has_the_first_sequences_alone(tmp_path: Path) -> None:
+    rows = [{"text": text} for text in TEXTS[:5]]
+    trainer = SFTTrainer(
+        sft_config(save_tiny(tmp_path / "model"), tmp_path, eval_dataset=rows, eval_steps=1, max_eval_sequences=2)
+    )
+    assert trainer.eval_sequences is not None
+    assert trainer.eval_sequences == trainer.read(rows, "test")[:2]
+
+
 def test_noise_is_on_embeddings_in_training_alone(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model")
     keys: dict[str, Any] = {"learning_rate": 0.0, "max_steps": 1, "eval_dataset": [{"text": text} for text in TEXTS]}

@@ -56,7 +56,7 @@ from trainers.ppo.trainer import PPOTrainer
 from trainers.reranking.trainer import RerankingTrainer
 from trainers.reward.trainer import RewardTrainer
 from trainers.run import stopping
-from trainers.run.stopping import StepGivenUp
+from trainers.run.stopping import StepGivenUp, Stopped
 from trainers.sft.config import SFTConfig
 from trainers.sft.loss import supervised_loss
 from trainers.sft.trainer import SFTTrainer
@@ -134,19 +134,14 @@ class FailingTrainer(SFTTrainer):
 
 
 class HangingPolicy(Policy):
-    """After its second step SIGTERM comes to both processes, and the second one does not go on."""
+    """After its second step SIGTERM comes to the second process alone, which does not go on."""
 
     calls = 0
 
     @RayHelper.function(group="train", dispatch="slice", collect=Metrics.merge)
     def step(self, samples: Sequences, numbers: int, entropy_gradient: bool = False) -> Metrics:
         type(self).calls += 1
-        folder, rank = Path(self.config.output_dir), RayHelper.current().rank
-        if self.calls == 3 and rank == 0:
-            wait_for((folder / "hangs").exists)
-            signal.raise_signal(signal.SIGTERM)
-        if self.calls == 3 and rank == 1:
-            (folder / "hangs").touch()
+        if self.calls == 3 and RayHelper.current().rank == 1:
             signal.raise_signal(signal.SIGTERM)
             while True:
                 time.sleep(0.1)
@@ -157,6 +152,25 @@ class HangingTrainer(SFTTrainer):
     def __init__(self, config: SFTConfig) -> None:
         super().__init__(config)
         self.policy = HangingPolicy(config, loss=supervised_loss)
+
+
+class SignalledPolicy(Policy):
+    """In its second step SIGUSR1 comes to the second process alone."""
+
+    calls = 0
+
+    @RayHelper.function(group="train", dispatch="slice", collect=Metrics.merge)
+    def step(self, samples: Sequences, numbers: int, entropy_gradient: bool = False) -> Metrics:
+        type(self).calls += 1
+        if self.calls == 2 and RayHelper.current().rank == 1:
+            signal.raise_signal(signal.SIGUSR1)
+        return super().step(samples, numbers, entropy_gradient)
+
+
+class SignalledTrainer(SFTTrainer):
+    def __init__(self, config: SFTConfig) -> None:
+        super().__init__(config)
+        self.policy = SignalledPolicy(config, loss=supervised_loss)
 
 
 # What torchrun runs: every process comes here
@@ -176,6 +190,9 @@ def whole_runs(model: str, folder: Path) -> None:
         run(trainer, other_config(name, model, folder / name))
     with interrupted_after(7), pytest.raises(KeyboardInterrupt):
         run(NotingTrainer, resumable_config(model, folder / "parted"))
+    with pytest.raises(Stopped) as stopped:
+        run(SignalledTrainer, sft_config(model, folder / "signalled"))
+    assert stopped.value.code == 143  # in each process
     with pytest.raises(OSError, match="disk full"):
         run(FailingTrainer, sft_config(model, folder / "failed", save_steps=2))
     with pytest.raises(ConfigError, match="dataset: a row to learn from has 'body'"):
@@ -395,7 +412,8 @@ def test_sigterm_while_one_process_hangs_tells_where_all_are_and_ends_both(model
     of_rank_1 = told.partition("--- ranks 1\n")[2]
     assert f"{Path(__file__).name}" in of_rank_1
     assert "time.sleep(0.1)" in of_rank_1
-    assert f"stopped after step 2 of 9; saved before: {tmp_path / 'run' / 'checkpoint-2'}. To go on" in told
+    assert f"stopped after step 2 of 9; saved before: {tmp_path / 'run' / 'checkpoint-2'}. To continue" in told
+    assert "SIGTERM: the step did not end within 0.1 s" in told
     assert "given up" not in (tmp_path / "told 1").read_text()
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-1", "checkpoint-2"]
 

@@ -117,5 +117,5 @@ def test_pictures_of_an_environment_need_a_model_that_sees(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="answers with an image, and a model of this run reads only texts"):
         trainer.train()
     vision = save_vision(tmp_path / "vision")
-    with pytest.raises(ConfigError, match="rows have images, which are not seen here"):
+    with pytest.raises(ConfigError, match="rows have images, which this run cannot read"):
         GRPOTrainer(config(vision, tmp_path / "out", environment="math_tip_trick"))

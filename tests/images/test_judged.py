@@ -104,7 +104,7 @@ def test_the_divergence_is_that_of_both_models_of_transformers(model: str, teach
     assert samples.images is not None
     for ids, mask, pictures in zip(samples.input_ids, samples.target_mask, samples.images, strict=True):
         seen = vision.seen([pictures]) if pictures else {}
-        marks = torch.from_numpy(vision.is_picture(ids)).long()[None]
+        marks = torch.from_numpy(vision.kinds(ids)).long()[None]
         given: dict[str, Any] = {"input_ids": torch.tensor(ids)[None], "mm_token_type_ids": marks, **seen}
         with torch.no_grad():
             student, taught = (one(**given).logits[0].log_softmax(-1) for one in models)
@@ -119,5 +119,5 @@ def test_a_teacher_that_sees_nothing_or_otherwise_is_refused(model: str, teacher
     fields = json.loads((other / "preprocessor_config.json").read_text())
     (other / "preprocessor_config.json").write_text(json.dumps(fields | {"image_mean": [0.1, 0.2, 0.3]}))
     keys: dict[str, Any] = {**SHORT, "dataset": ANSWERED, "lmbda": 0.0}
-    with pytest.raises(ConfigError, match="makes other tokens of pictures than the processor"):
+    with pytest.raises(ConfigError, match="gives pictures other tokens than the processor"):
         GKDTrainer(gkd_config(model, tmp_path, **keys, teacher_model=str(other)))

@@ -226,7 +226,7 @@ def test_models_beside_the_policy_that_see_nothing_or_see_otherwise_are_refused(
     (other / "preprocessor_config.json").write_text(json.dumps(said | {"merge_size": 1}))
     keys: dict[str, Any] = {**SHORT, "dataset": PROMPTS[:4]}
     tiny_model(num_labels=1).save_pretrained(blind := tmp_path / "blind")
-    with pytest.raises(ConfigError, match="rows have images, which are not seen here"):
+    with pytest.raises(ConfigError, match="rows have images, which this run cannot read"):
         PPOTrainer(ppo_config(model, tmp_path, **keys | {"value_model": str(blind)}))
-    with pytest.raises(ConfigError, match=r"ref_model: the processor of .* makes other tokens of pictures"):
+    with pytest.raises(ConfigError, match=r"ref_model: the processor of .* gives pictures other tokens"):
         PPOTrainer(ppo_config(model, tmp_path, **keys | {"ref_model": str(other)}))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
@@ -139,6 +140,32 @@ def test_an_adapter_is_of_the_language_model_alone_unless_the_tower_is_unfrozen(
     names = load_file(tmp_path / "both" / "final" / "adapter" / "adapter_model.safetensors").keys()
     assert any("visual.blocks" in name for name in names)
     assert not any("merger" in name for name in names)
+
+
+def test_what_sees_learns_whole_beside_an_adapter_of_the_language_model(model: str, data: Path, tmp_path: Path) -> None:
+    """Its step is that of a run without adapter, the adapter's that of a run with frozen tower; peft reads both."""
+    lora: dict[str, Any] = {"tuner_type": "lora", "lora_rank": 2}
+    whole: dict[str, Any] = {**lora, "lora_kwargs": {"modules_to_save": ["vit", "aligner"]}}
+    one: dict[str, Any] = {"max_steps": 1, "optim": "sgd", "weight_decay": 0.0, "max_grad_norm": 0.0}
+    one |= {"lr_scheduler_type": "constant", "learning_rate": 0.1}
+    trained(model, tmp_path / "full", data, freeze_llm=True, **one)
+    trained(model, tmp_path / "lora", data, **lora, **one)
+    trained(model, tmp_path / "both", data, **whole, **one)
+    before = load_file(Path(model) / "model.safetensors")
+    full, both = map(final_weights, (tmp_path / "full", tmp_path / "both"))
+    seeing = [name for name in before if "visual" in name]
+    assert sum(not torch.equal(before[name], both[name]) for name in seeing) > 0.9 * len(seeing)
+    for name in seeing:
+        torch.testing.assert_close(both[name], full[name], rtol=1e-4, atol=1e-6)
+    adapters = [tmp_path / name / "final" / "adapter" for name in ("lora", "both")]
+    alone, beside = (load_file(folder / "adapter_model.safetensors") for folder in adapters)
+    assert alone.keys() == {name for name in beside if ".lora_" in name}
+    for name, weight in alone.items():
+        torch.testing.assert_close(beside[name], weight, rtol=1e-4, atol=1e-6)
+    merged = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(model), adapters[1])
+    known = merged.merge_and_unload().state_dict()
+    for name, weight in AutoModelForImageTextToText.from_pretrained(tmp_path / "both" / "final").state_dict().items():
+        torch.testing.assert_close(weight, known[name], rtol=1e-4, atol=1e-6)
 
 
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(model: str, data: Path, tmp_path: Path) -> None:
@@ -279,10 +306,13 @@ def test_a_language_model_has_no_picture_to_look_at(tmp_path: Path) -> None:
 
     language = save_tiny(tmp_path / "model")
     rows = [{"messages": turns("<image>What?", "one"), "images": ["a.png"]}]
-    with pytest.raises(ConfigError, match="1 of 1 rows have images, which are not seen here"):
+    with pytest.raises(ConfigError, match="1 of 1 rows have images, which this run cannot read"):
         SFTTrainer(sft_config(language, tmp_path, dataset=rows, **KEYS))
     with pytest.raises(ConfigError, match="freeze_llm is true, but the model has no vision tower"):
         SFTTrainer.check(sft_config(language, tmp_path, freeze_llm=True), None)
+    keys = {"tuner_type": "lora", "lora_kwargs": {"modules_to_save": ["vit", "aligner"]}}
+    with pytest.raises(ConfigError, match="modules_to_save has vit, but the model has no vision tower"):
+        SFTTrainer.check(sft_config(language, tmp_path, **keys), None)
 
 
 @pytest.mark.parametrize("name", MODELS)

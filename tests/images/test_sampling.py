@@ -93,7 +93,7 @@ def test_candidates_are_those_of_transformers_and_are_judged_by_their_pictures(
 def test_an_engine_that_sees_nothing_is_given_no_pictures(model: str, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"dataset": data(tmp_path), "sampler_engine": "client", "base_url": "http://localhost:1/v1"}
     keys["prm_threshold"] = 0.0
-    with pytest.raises(ConfigError, match="rows have images, which are not seen here"):
+    with pytest.raises(ConfigError, match="rows have images, which this run cannot read"):
         SamplingTrainer(config(model, tmp_path / "out", **keys))
     with pytest.raises(ConfigError, match="max_pixels, image_processor_kwargs and image_urls are for"):
         config(model, tmp_path / "out", **keys, max_pixels=100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,10 @@ from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.configuration.reading.command_line import load_config
 from trainers.configuration.vision import vision_settings
 from trainers.data.images.pictures import pictures_of
+from trainers.data.images.processor import Processors
 from trainers.grpo.config import GRPOConfig
 from trainers.parts.inputs import image_reader, load_model_and_tokenizer
-from trainers.rollout.vllm.vision.features import engine_fields_of_vision
+from trainers.rollout.vllm.vision.features import engine_fields_of_vision, seeing
 from trainers.sft.config import SFTConfig
 
 SWIFT = ["--dataset", "d", "--defaults", "ms-swift", "--tuner_type", "full"]
@@ -41,6 +43,24 @@ def test_variables_of_ms_swift_say_how_large_pictures_become(model: str, monkeyp
     assert load_config(SFTConfig, ["--model", model, "--dataset", "d"]).image_processor_kwargs == {}
 
 
+def test_variables_of_ms_swift_say_which_frames_of_a_video_are_seen(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By hand: a token of these models has 8 x 8 pixels."""
+    sizes: dict[str, Any] = {"size": {"shortest_edge": 128 * 64, "longest_edge": 768 * 64}, "max_video_tokens": 128000}
+    frames = {"fps": 2.0, "min_frames": 4, "max_frames": 768, "cap_pixels_per_frame": True}
+    assert config_of(model).video_processor_kwargs == frames | sizes
+    monkeypatch.setenv("FPS_MAX_FRAMES", "12")
+    monkeypatch.setenv("VIDEO_MAX_PIXELS", "6400")
+    given = config_of(model, "--model_kwargs", '{"fps": 0.5}')
+    assert given.video_processor_kwargs["size"] == {"shortest_edge": 128 * 64, "longest_edge": 6400}
+    assert given.video_processor_kwargs | sizes == frames | sizes | {"fps": 0.5, "max_frames": 12}
+    third = config_of(save_vision(tmp_path, "qwen3_vl")).video_processor_kwargs  # whose sizes are of all frames
+    assert third["max_video_tokens"] == 100
+    assert third["size"] == {"shortest_edge": 128 * 64, "longest_edge": 2 * int(128000 * 64 * 0.9)}
+    assert load_config(SFTConfig, ["--model", model, "--dataset", "d"]).video_processor_kwargs == {}
+
+
 def test_a_policy_that_sees_completes_by_vllm_where_ms_swifts_does(model: str) -> None:
     words = ["--reward_funcs", "exact_answer", "--use_vllm", "true", "--vllm_gpu_memory_utilization", "0.5"]
     words += ["--vllm_limit_mm_per_prompt", '{"image": 2}']
@@ -48,7 +68,7 @@ def test_a_policy_that_sees_completes_by_vllm_where_ms_swifts_does(model: str) -
     assert (config.rollout_engine, config.sleep_level) == ("vllm", 1)
     assert config.image_processor_kwargs["max_pixels"] > 0
     given = config.vllm_engine_kwargs["limit_mm_per_prompt"]
-    assert engine_fields_of_vision({"limit_mm_per_prompt": given}, {})["limit_mm_per_prompt"] == {
+    assert engine_fields_of_vision(seeing(model), {"limit_mm_per_prompt": given}, {})["limit_mm_per_prompt"] == {
         "image": 2,
         "video": 0,
     }
@@ -78,9 +98,8 @@ def test_driver_and_worker_make_pictures_of_one_size(model: str) -> None:
         text, _ = reader.expanded(reader.processor.image_token, (shown,))
         counts.append(text.count(reader.processor.image_token))
         vision = object.__new__(Vision)
-        vision.model, vision.trust_remote_code, vision._processor = model, False, None
-        vision.processing = vision_settings(config, trains=False)["processing"]
-        patches = vision._processed([shown.image()])["image_grid_thw"].prod()
+        vision.processors = Processors(model, False, *vision_settings(config, trains=False).values())
+        patches = vision._processed((shown,))["image_grid_thw"].prod()
         assert int(patches) == 4 * counts[-1]  # a token is 2 x 2 patches
     assert counts == [12, 4]
 

@@ -44,6 +44,12 @@ def test_weights_of_all_parts_come_anew(found: dict[str, Any]) -> None:
     assert "1 of 1 parts of the engine's model differ from the trainer's" in found["stale tower"]
 
 
+def test_what_the_tower_made_of_pictures_is_forgotten_in_sleep_and_with_new_weights(found: dict[str, Any]) -> None:
+    assert min(found["kept"]) > 0
+    assert min(found["kept again"]) > 0  # it sees again after it woke
+    assert found["kept asleep"] == found["kept after new weights"] == [0, 0]
+
+
 def test_no_token_of_a_picture_is_drawn(found: dict[str, Any]) -> None:
     assert found["pictures drawn"] == 0
     assert found["drawn"] < 1e-4

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +24,7 @@ from tests.e2e.runs import grpo_config, lines
 from tests.images.test_grpo import KEYS, prompts
 from tests.images.test_sampling import config as sampling_config
 from tests.images.test_sampling import data, found_in
+from tests.images.test_sft import transpose_experts
 from tests.torchvision_on_cpu import ROOT
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Rollouts, Sequences
@@ -41,6 +42,8 @@ from trainers.sampling.trainer import SamplingTrainer
 
 FILES = ROOT / "tests" / "e2e" / "ms_swift_ray"
 SETTINGS = {"max_model_len": 512, "max_num_seqs": 8, "block_size": 32, "limit_mm_per_prompt": {"image": 2}}
+Compared = tuple[list[list[int]], list[list[int]], float]  # completions of both engines, and the largest gap
+ONE_PICTURE = ("llava_onevision",)  # vLLM cuts each picture up, transformers only one that is alone
 GREEDY = Sampling(max_completion_length=6, temperature=0.0)
 
 
@@ -67,23 +70,68 @@ def changed(backend: FsdpBackend, seed: int) -> None:
             weight += 0.05 * torch.randn(weight.shape, generator=generator)
 
 
-def of_engine(folder: Path) -> Iterator[tuple[str, Any]]:
-    model = save_vision(folder / "model", "qwen2_5_vl", **IN_VLLM["qwen2_5_vl"])
+def engines_of(folder: Path, kind: str) -> tuple[str, FsdpBackend, VllmEngine, Prompts, Callable[[], Compared]]:
+    """A model's folder, the trainer's model, vLLM's engine, prompts, and what compares it with the hf engine on them.
+
+    Of a kind in ``ONE_PICTURE`` prompts with more are left out of the comparison.
+    """
+    model = save_vision(folder / "model", kind, **IN_VLLM[kind])
+    if kind == "qwen3_vl_moe":
+        transpose_experts(model)  # as checkpoints of the hub have them
     tokenizer, backend = AutoTokenizer.from_pretrained(model), FsdpBackend(model)
-    config = grpo_config(model, folder / "run", rollout_engine="vllm")
     asked, hf = prompts(model, folder / "run"), HfEngine(backend.module, tokenizer, vision=backend.vision)
     engine = VllmEngine(model, tokenizer, engine_kwargs=SETTINGS)
+    given = asked
+    if kind in ONE_PICTURE:
+        given = Prompts.concat([asked[k : k + 1] for k in range(len(asked)) if len(asked.images[k]) < 2])
 
-    def compared() -> tuple[list[list[int]], list[list[int]], float]:
-        expected, found = (one.generate(asked, GREEDY, seed=0) for one in (hf, engine))
-        assert found.prompt_ids == asked.prompt_ids
-        rows = ([row.tolist() for row in one.completion_ids] for one in (expected, found))
-        return (*rows, gap(backend, asked, found))
+    def compared() -> Compared:
+        expected, found = (one.generate(given, GREEDY, seed=0) for one in (hf, engine))
+        assert found.prompt_ids == given.prompt_ids
+        first, second = ([row.tolist() for row in one.completion_ids] for one in (expected, found))
+        return first, second, gap(backend, given, found)
 
+    return model, backend, engine, asked, compared
+
+
+def kept_of(engine: VllmEngine) -> list[int]:
+    """How many pictures vLLM keeps what its tower made of: as its scheduler has it, and as its worker has it."""
+    executor: Any = engine.engine.model_executor
+    return [
+        len(engine.core.scheduler.encoder_cache_manager.cached),
+        len(executor.driver_worker.worker.model_runner.encoder_cache),
+    ]
+
+
+def both_engines(folder: Path, kind: str) -> Iterator[tuple[str, Any]]:
+    """What both engines complete before and after new weights, and the number of parts whose fingerprints agree."""
+    model, backend, engine, asked, compared = engines_of(folder, kind)
+    if kind in ONE_PICTURE:
+        yield "several", wrong(lambda: engine.generate(asked, GREEDY, seed=0))
     yield "first", compared()
     changed(backend, 1)
+    weights.copy(grpo_config(model, folder / "run", rollout_engine="vllm"), backend, engine, 1)
+    yield "new", compared()
+    yield "parts", len(engine.fingerprints())
+    engine.close()
+
+
+def of_engine(folder: Path) -> Iterator[tuple[str, Any]]:
+    model, backend, engine, asked, compared = engines_of(folder, "qwen2_5_vl")
+    config = grpo_config(model, folder / "run", rollout_engine="vllm")
+
+    yield "first", compared()
+    yield "kept", kept_of(engine)
+    engine.sleep_level = 1  # vLLM on a CPU goes through all of it, but frees nothing
+    engine.sleep()
+    yield "kept asleep", kept_of(engine)
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    changed(backend, 1)
     yield "old", compared()
+    yield "kept again", kept_of(engine)
     weights.copy(config, backend, engine, 1)  # compares fingerprints of all parts
+    yield "kept after new weights", kept_of(engine)
     yield "new", compared()
     yield "fingerprints", sorted(engine.fingerprints())
     tower = [name for name, _ in backend.named_weights() if "visual" in name]
@@ -109,7 +157,7 @@ def of_engine(folder: Path) -> Iterator[tuple[str, Any]]:
     engine.load_weights(backend.named_weights())
     many = Prompts.concat([asked] * 8)
     drawn = engine.generate(many, Sampling(max_completion_length=6, temperature=0.7), seed=3)
-    yield "pictures drawn", int(backend.vision.is_picture(drawn.completion_ids.values).sum())
+    yield "pictures drawn", int((backend.vision.kinds(drawn.completion_ids.values) > 0).sum())
     yield "drawn", gap(backend, many, drawn, 0.7)
     samples = dataclasses.replace(drawn, images=many.images).samples()
     sequences = Sequences(samples.input_ids, samples.target_mask, images=samples.images)

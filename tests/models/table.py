@@ -16,8 +16,8 @@ Record = dict[str, dict[str, str]]  # by model and cell
 
 HEAD = """# Models
 
-What was tried of each architecture, with a tiny random model of transformers' own class, in float32 on a CPU.
-`python -m tests.models.run` tries it again and writes this page.
+This page lists the tests of each architecture. They use a tiny random model of transformers' own class, in float32 on
+a CPU. `python -m tests.models.run` runs the tests again and writes this page.
 
 | column | compares |
 |---|---|
@@ -25,17 +25,17 @@ What was tried of each architecture, with a tiny random model of transformers' o
 | SFT | the loss of the first step with the model's own logits; two steps |
 | SFT packed | loss and weights of a step on rows of several documents with the same documents in separate rows |
 | LoRA | an adapter of all linear layers lowers the loss |
-| GRPO, hf; hf at 0.7 | two steps; what the engine says of its own tokens with the policy's log-probabilities |
-| GRPO, vLLM; vLLM at 0.7 | the same with vLLM in the process that trains, weights copied and their checksums compared |
-| vLLM apart; apart at 0.7 | the same on Ray, with vLLM on a worker of its own, weights sent |
-| LoRA, vLLM | beside training, an adapter of all linear layers, merged for the engine; both temperatures |
-| adapter in vLLM | the same with `vllm_enable_lora: true`: the engine keeps the adapter apart from the model |
+| GRPO, hf; hf at 0.7 | two steps; the engine's log-probabilities of its own tokens with the policy's |
+| GRPO, vLLM; vLLM at 0.7 | the same with vLLM in the training process; weights are copied and compared |
+| vLLM apart; apart at 0.7 | the same on Ray, with vLLM on its own worker. Weights are sent |
+| LoRA, vLLM | vLLM in the training process; an adapter of all linear layers is merged for it; both temperatures |
+| adapter in vLLM | the same with `vllm_enable_lora: true`: the engine keeps the adapter separate from the model |
 
-Gemma 2 is run by eager attention: sdpa drops the cap of its attention scores. Recurrent and convolution layers keep the
-documents of a packed row apart by kernels that run only on GPUs (flash-linear-attention, causal-conv1d). Llama 4
-attends in chunks of 16 tokens, with vLLM of 128.
+Gemma 2 runs with eager attention, because sdpa drops the cap of its attention scores. Recurrent and convolution layers
+need GPU kernels to separate the documents of a packed row (flash-linear-attention, causal-conv1d). Llama 4 attends in
+chunks of 16 tokens, and with vLLM in chunks of 128.
 
-`no`: not equal, or refused in one line before the first step; the number is that of the line below. `-`: not tried.
+`no`: not equal, or refused in one line before the first step. The number refers to the notes below. `-`: not tested.
 """
 
 

@@ -38,7 +38,7 @@ def test_the_page_of_the_documentation_is_what_was_recorded() -> None:
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "llama4_text"])
 def test_rows_without_padding_are_refused_as_the_model_is_built_where_documents_leak(name: str, tmp_path: Path) -> None:
     folder = save(name, tmp_path)
-    with pytest.raises(ConfigError, match=r"does not keep the documents of one row apart.*Set packing: false"):
+    with pytest.raises(ConfigError, match=r"does not separate the documents of one row.*Set packing: false"):
         FsdpBackend(folder, padding_free=True)
 
 

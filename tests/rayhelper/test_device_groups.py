@@ -325,10 +325,10 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
     "its own devices": (sharing({}, shares_devices_with="two"), "'two' shares devices with itself", "Name another"),
     "devices of one that shares": (
         {**sharing({}), "three": {"shares_devices_with": "two", "workers": "c"}},
-        "group 'three' shares devices with 'two', which has none of its own: it shares those of 'one'",
+        "group 'three' shares devices with 'two', which has no devices of its own: it shares the devices of 'one'",
         "Name one that has its own",
     ),
-    "devices of each other": (sharing({"shares_devices_with": "two"}), "it shares those of", "Name one that has"),
+    "devices of each other": (sharing({"shares_devices_with": "two"}), "it shares the devices of", "Name one that has"),
     "fewer of shared devices": (sharing({}, ranks=1), "asks for 1 GPU and not for 2 GPU", "Leave its size out"),
     "other shared devices": (sharing({}, ranks=[0, 2]), "ranks [0, 2] and not [0, 1]", "Leave its ranks out"),
     "shared NPUs that are GPUs": (sharing({}, device="NPU"), "asks for 2 NPU and not for 2 GPU", "Leave its size out"),
@@ -390,7 +390,7 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
     "a worker on two nodes": (
         {**one(ranks=[0, 1, 3, 4], gpus_per_worker=2), "nproc_per_node": 4},
         "worker 1 of group 'pool' spans two nodes",
-        "Choose ranks that lie on one node",
+        "Choose ranks on one node",
     ),
     "timeout of zero": (one(timeout_s=0), "got 0", "Write e.g. 600"),
     "timeout without end": (one(timeout_s=float("inf")), "got inf", "Write e.g. 600"),

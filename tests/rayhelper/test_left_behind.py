@@ -70,7 +70,7 @@ def test_the_driver_is_told_that_the_workers_have_another_value(cls: Any, name: 
     trained = cls()
     assert getattr(trained, name) is not None, "nothing has changed it yet"
     trained.step()
-    words = rf"{cls.__name__}\.{name} is not what the workers have: Steps\.step \(role 'train'\) has changed it"
+    words = rf"{cls.__name__}\.{name} differs from the workers' value: Steps\.step \(role 'train'\) has changed it"
     with pytest.raises(AttributeError, match=words):
         getattr(trained, name)
     assert trained.counted() == 2, "roles read their own"
@@ -84,7 +84,7 @@ def test_an_untrained_state_dict_is_not_saved() -> None:
     trained = Module()
     assert len(trained.state_dict()) == 4
     trained.step()
-    with pytest.raises(AttributeError, match=r"Module\.state_dict\(\) is not what the workers have"):
+    with pytest.raises(AttributeError, match=r"Module\.state_dict\(\) differs from the workers' value"):
         trained.state_dict()
 
 

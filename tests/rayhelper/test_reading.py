@@ -47,7 +47,7 @@ def test_a_call_on_ray_enters_the_files_that_the_page_names(
 ) -> None:
     monkeypatch.setattr(waiting, "_FAST_S", 60.0)  # a slow machine would look for what is late
     page = (ROOT / "docs" / "core.md").read_text().partition("## Reading the code")[2]
-    table, _, rest = page.partition("A call that nothing")
+    table, _, rest = page.partition("A call without a failure")
     read = re.findall(r"^\| `([\w/]+\.py)`", table, re.MULTILINE)
     asked = re.findall(r"`([\w/]+\.py)`", rest)
     with ray_session(GROUPS):

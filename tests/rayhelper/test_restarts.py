@@ -234,7 +234,7 @@ def test_what_was_answered_with_a_collective_runs_again_with_a_warning(
     mortal: Mortal, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert noted_by(mortal, tmp_path / "notes", together=True) == ["0", "0", "1", "1", "answered"]
-    assert "Mortal.noted (role 'train') on group 'trainers': ranks 0 had answered and run it again" in caplog.text
+    assert "Mortal.noted (role 'train') on group 'trainers': ranks 0 had answered, and run it again" in caplog.text
 
 
 def test_a_call_that_all_have_answered_does_not_run_again(mortal: Mortal, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_folder_of_somebody_else_is_refused(spoil: str, tmp_path: Path) -> Non
     else:
         folder.mkdir()
         folder.chmod(0o755)
-    with pytest.raises(ConfigError, match="is not this user's alone"):
+    with pytest.raises(ConfigError, match="belongs to another user, or others may read it"):
         RunKey(dist.HashStore())
 
 
@@ -269,6 +269,6 @@ def test_between_nodes_without_a_shared_key_doors_stay_shut_with_one_line(tmp_pa
         values, doors, answered, said = seen["without"]
         assert (values, doors, answered) == ([0, 1], [rank], [rank])
         assert len(said) == (rank == 0)
-        assert all("several nodes and no RAYHELPER_KEY: a late call shows only" in line for line in said)
+        assert all("several nodes and no RAYHELPER_KEY. So a late call shows only" in line for line in said)
         assert seen["with"] == ([0, 1], [0, 1], [0, 1], [])
         assert "Either RAYHELPER_KEY is not the same on all nodes" in seen["differ"]

@@ -213,7 +213,9 @@ def test_where_it_is_not_seen_what_is_read_whatever_was_set_from_outside_is_refu
     assert reader.filled == [1]
     assert getattr(reader, way)() == [1, 1]
     reader.rate = 7
-    with pytest.raises(RoleError, match=rf"Reader\.{way} .* may read self\.rate, .* passes self on, or computes"):
+    with pytest.raises(
+        RoleError, match=rf"Reader\.{way} .* may read self\.rate, .* passes self to other code, or computes"
+    ):
         getattr(reader, way)()
 
 

@@ -401,7 +401,7 @@ def test_a_call_that_one_rank_makes_while_the_others_leave_says_that_they_left(
 ) -> None:
     kind, message = troubles[1]["alone"]
     assert kind == "WorkerDiedError"
-    assert re.search(r"rank(s 0-1| 0| 1) left the run by RayHelper.teardown\(\)", message)
+    assert re.search(r"rank(s 0-1| 0| 1) left the run through RayHelper.teardown\(\)", message)
     assert "no longer answers" not in message
 
 

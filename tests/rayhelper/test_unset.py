@@ -47,7 +47,7 @@ def _session(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_the_role_that_sets_an_attribute_is_named() -> None:
     trainer = Trainer()
     trainer.build()
-    words = r"no attribute 'model'\. Trainer\.build \(role 'train'\) sets self\.model, which lives on the workers"
+    words = r"no attribute 'model'\. Trainer\.build \(role 'train'\) sets self\.model, which exists only on the workers"
     with pytest.raises(AttributeError, match=f"{words}.*read it in one$"):  # Python adds ". Did you mean: ..."
         _ = trainer.model
     assert getattr(trainer, "model", "none") == "none"

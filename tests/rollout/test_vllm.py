@@ -111,7 +111,7 @@ def test_a_prompt_that_leaves_no_room_for_its_completion_is_told(greedy_engine: 
     sampling = dataclasses.replace(GREEDY, max_completion_length=2)
     fits = greedy_engine.generate(prompts_of([3, 510]), sampling, seed=0)
     assert fits.completion_ids.lengths.max() == 2
-    told = r"^the longest prompt has 511 tokens, and with a completion of 2 .* is 512\. Set max_prompt_length"
+    told = r"^the longest prompt has 511 tokens\. With a completion of 2 .*, 512\. Set max_prompt_length"
     with pytest.raises(ConfigError, match=told):
         greedy_engine.generate(prompts_of([3, 511, 4]), sampling, seed=0)
     assert not greedy_engine.num_running
@@ -150,6 +150,18 @@ def test_the_seed_decides_what_is_drawn(sampling_engine: VllmEngine) -> None:
     assert sampling_engine.generate(same, sampling, seed=1) == first
     assert sampling_engine.generate(same, sampling, seed=2).completion_ids != first.completion_ids
     assert len({tuple(row) for row in first.completion_ids}) > 1  # not each prompt alike
+
+
+def test_the_length_of_the_model_ends_a_completion_where_sampling_clips(sampling_engine: VllmEngine) -> None:
+    length = sampling_engine.max_model_len
+    clipped = dataclasses.replace(GREEDY, clips=True, generation_kwargs={"min_tokens": 3})
+    rollouts = sampling_engine.generate(Prompts(Ragged.of([[5] * (length - 3), [5, 6]], np.int64)), clipped, seed=1)
+    assert (len(rollouts.completion_ids[0]), bool(rollouts.truncated[0])) == (3, True)
+    free = dataclasses.replace(clipped, clips=False)
+    alone = sampling_engine.generate(Prompts(Ragged.of([[5, 6]], np.int64)), free, seed=1)
+    assert rollouts.completion_ids[1].tolist() == alone.completion_ids[0].tolist()
+    with pytest.raises(ConfigError, match="no token has room"):
+        sampling_engine.submit(Prompts(Ragged.of([[5] * length], np.int64)), clipped, seed=1)
 
 
 def test_truncation_leaves_only_the_likeliest(sampling_engine: VllmEngine) -> None:
@@ -501,7 +513,7 @@ def test_level_1_keeps_its_weights() -> None:
             "vllm_engine_kwargs: quantization must be one of .*fp8.*nosuch",
         ),
         ({"sleep_level": 1}, "sleep_level=1: vLLM frees only memory of GPUs"),
-        ({"dtype": "bfloat16"}, "float32 alone"),
+        ({"dtype": "bfloat16"}, "only weights in float32"),
     ],
 )
 def test_wrong_settings_are_named_before_anything_is_loaded(settings: dict[str, Any], message: str) -> None:

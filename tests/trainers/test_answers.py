@@ -90,7 +90,7 @@ def test_a_message_says_of_itself_whether_it_is_learned() -> None:
     assert learned(said(first=True, second=False), "last_round") == ["two.<|im_end|>\n"]
     with pytest.raises(ValueError, match="set loss_scale: default"):
         learned(said(first=False), None)
-    with pytest.raises(ValueError, match="message 1 is of role 'user' and says loss"):
+    with pytest.raises(ValueError, match="message 1 is of role 'user' and has loss"):
         learned([*MESSAGES[:1], {**MESSAGES[1], "loss": True}, *MESSAGES[2:]], "default")
 
 
@@ -119,7 +119,7 @@ def test_rows_that_are_too_long_are_dropped_where_that_is_asked_for() -> None:
 @pytest.mark.parametrize("name", ["images", "videos", "audios"])
 def test_rows_with_something_to_see_or_hear_are_refused_by_name(name: str) -> None:
     rows = [{"messages": MESSAGES, name: ["a.png"]}, {"messages": MESSAGES, name: []}]
-    with pytest.raises(ValueError, match=f"1 of 2 rows have {name}, which are not seen here"):
+    with pytest.raises(ValueError, match=f"1 of 2 rows have {name}, which this run cannot read"):
         load_rows(rows)
     assert len(load_rows([{"messages": MESSAGES, name: []}] * 2)) == 2
     assert len(load_rows([{"messages": MESSAGES, name: None}] * 2)) == 2
@@ -130,7 +130,7 @@ def test_a_part_of_a_message_that_is_no_text_is_refused_by_its_type(name: str) -
     messages = [{"role": "user", "content": [{"type": "text", "text": "what?"}, {"type": name}]}, MESSAGES[2]]
     assert supervised_mistake({"messages": messages}) == (
         "messages",
-        f"message 0 has a part of type '{name}', which is not seen here",
+        f"message 0 has a part of type '{name}', which this run cannot read",
     )
 
 

@@ -312,7 +312,7 @@ def test_help_tells_every_key_its_meaning_and_its_other_names(capsys: pytest.Cap
     assert exit_.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert all(f"--{key.name} " in shown for key in dataclasses.fields(Config))
-    assert "Gradients are scaled down to this norm. 0: never." in shown
+    assert "Larger gradients are scaled down to this norm. 0: no limit." in shown
     assert "lr = learning_rate" in shown
 
 

@@ -190,7 +190,7 @@ SFT_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"packing": True, "max_length": None}, ["packing needs max_length"]),
     ({"group_by_length": True, "packing": True}, ["group_by_length", "packing fills rows to one length"]),
     ({"group_by_length": True, "shuffle_dataset": False}, ["group_by_length", "shuffle_dataset is false"]),
-    ({"group_by_length": True, "streaming": True, "max_steps": 2}, ["group_by_length", "while the run goes on"]),
+    ({"group_by_length": True, "streaming": True, "max_steps": 2}, ["group_by_length", "while the run continues"]),
     ({"packing": True, "truncation_mode": "keep_end"}, ["packing keeps the start", "truncation_mode is 'keep_end'"]),
     ({"loss_type": "nl"}, ["loss_type must be one of nll, dft", "Did you mean 'nll'?"]),
     ({"per_device_eval_batch_size": 0}, ["per_device_eval_batch_size must be at least 1"]),
@@ -219,7 +219,12 @@ GRPO_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"reward_weights": [0.0]}, ["reward_weights are all 0"]),
     ({"reward_weights": [1.0, 2.0]}, ["reward_weights has 2 values for 1 reward_funcs"]),
     ({"rollout_engine": "vlm"}, ["rollout_engine must be one of hf", "'vlm'"]),
-    ({"loss_type": "real"}, ["'real' classifies", "it is not built", "nearest relative here is sapo"]),
+    (
+        {"loss_type": "real", "off_policy_mask_threshold": 1.0},
+        ["weighs no tokens. Write off_policy_mask_threshold: null"],
+    ),
+    ({"loss_type": "real", "teacher_model": "t"}, ["whole completions, and teacher_model judges tokens"]),
+    ({"loss_type": "real", "epsilon": 0.1}, ["epsilon is 0.1", "nothing looks at with loss_type=real"]),
     ({"loss_type": "sapo", "epsilon": 0.1}, ["epsilon is 0.1", "nothing looks at with loss_type=sapo"]),
     ({"loss_type": "vespo", "delta": 2.0}, ["delta is 2.0", "read with grpo, bnpo"]),
     ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, ["epsilon is 0.1", "loss_type=cispo"]),
@@ -227,7 +232,10 @@ GRPO_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"fipo_clip_range": None}, ["fipo_clip_range is None", "read with fipo"]),
     ({"reward_clip_range": [0.0, 1.0]}, ["reward_clip_range", "advantage_estimator=grpo", "read with rloo"]),
     ({"advantage_estimator": "rloo", "reward_clip_range": [1.0, 0.0]}, ["reward_clip_range must be [lowest, highest]"]),
-    ({"advantage_estimator": "rloo", "scale_rewards": "batch"}, ["scale_rewards=batch is for", "rloo divides as"]),
+    (
+        {"advantage_estimator": "rloo", "scale_rewards": "batch"},
+        ["scale_rewards=batch is for", "rloo divides by its own"],
+    ),
     ({"kl_in_reward": True}, ["kl_in_reward is set, but beta", "is 0"]),
     (
         {"beta": 0.1, "kl_in_reward": True, "multi_objective_aggregation": "normalize_then_sum"},
@@ -323,7 +331,7 @@ def test_pretraining_is_sft_on_one_stream_of_tokens() -> None:
         (
             {"rollout_engine": "vllm", "temperature": 0.5, "generation_kwargs": {"presence_penalty": 1.5}},
             1,
-            ["generation_kwargs: presence_penalty is 1.5", "at temperature 0.5 that is 1"],
+            ["generation_kwargs: presence_penalty is 1.5", "At temperature 0.5 the limit is 1"],
         ),
         (
             {
@@ -333,7 +341,7 @@ def test_pretraining_is_sft_on_one_stream_of_tokens() -> None:
                 "generation_kwargs": {"presence_penalty": 1.5},
             },
             1,
-            ["generation_kwargs: presence_penalty is 1.5", "at temperature 0.25 that is 0.5"],
+            ["generation_kwargs: presence_penalty is 1.5", "At temperature 0.25 the limit is 0.5"],
         ),
         ({"generation_kwargs": {"stop_token_ids": [5]}}, 1, ["write the key stop_token_ids beside generation_kwargs"]),
         ({"generation_kwargs": {"stop_strings": ["x"]}}, 1, ["write its id as the key stop_token_ids"]),

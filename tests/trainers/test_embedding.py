@@ -76,7 +76,11 @@ def test_variables_say_nothing_in_a_file_of_trl(monkeypatch: pytest.MonkeyPatch)
         (EmbeddingConfig, {"infonce_fake_neg_margin": 0.3}, "infonce_mask_fake_negative is false"),
         (EmbeddingConfig, {"mrl_dims": {"a": 1.0}}, "mrl_dims holds a: 1.0"),
         (EmbeddingConfig, {"token_budget": "auto"}, "Dropout would then differ between the two passes"),
-        (EmbeddingConfig, {"backend": "megatron"}, "trains no embedding models yet"),
+        (
+            EmbeddingConfig,
+            {"backend": "megatron", "tuner_type": "lora"},
+            "trains embedding models whole, and no adapter",
+        ),
         (EmbeddingConfig, {"use_chat_template": False, "end_token": "x"}, "use_chat_template is false"),
         (RerankingConfig, {"listwise_reranker_temperature": 0.5}, "loss_type is pointwise_reranker"),
         (RerankingConfig, {"instruction": "x"}, "task_type is reranker"),
@@ -141,7 +145,7 @@ def test_rows_of_others_have_the_same_members(form: str) -> None:
         ({"positive": "p"}, "no anchor"),
         ({"query": "q", "positive": []}, "no positive"),
         ({"query": "q", "positive": "p", "label": "x"}, "'x' is no number"),
-        ({"messages": turn("<image>"), "images": ["a.png"], "positive": "p"}, "which this model does not see"),
+        ({"messages": turn("<image>"), "images": ["a.png"], "positive": "p"}, "which this model cannot read"),
         ({"messages": [{"role": "user"}], "positive": "p"}, "message 0 has no content"),
     ],
 )

@@ -38,6 +38,10 @@ FIT: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "two GPUs of a worker a model": ({"vllm_tensor_parallel_size": 2}, apart(2)),
     "sleeps on GPUs": ({"sleep_level": 2}, TOGETHER),
     "room for one token more": ({"vllm_max_model_len": 513}, None),
+    "room for one token behind a prompt": (
+        {"vllm_max_model_len": 101, "max_prompt_length": 100, "vllm_clip_completions": True},
+        None,
+    ),
     "just room": ({"vllm_max_model_len": 612, "max_prompt_length": 100}, None),
     "just room by vLLM's name": ({"vllm_engine_kwargs": {"max_model_len": 612}, "max_prompt_length": 100}, None),
     "as long as fits": ({"vllm_engine_kwargs": {"max_model_len": -1}, "max_prompt_length": 100}, None),
@@ -58,6 +62,12 @@ MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "slices of each": ({"vllm_tensor_parallel_size": 2}, TOGETHER, "workers that also train have a slice each"),
     "sleeps on a CPU": ({"sleep_level": 1}, ON_CPU, "sleep_level=1: vLLM frees only memory of GPUs"),
     "no room to complete": ({"vllm_max_model_len": 512}, None, "no room for a prompt of at least 1 and a comp"),
+    "no room for a token": (
+        {"vllm_max_model_len": 100, "max_prompt_length": 100, "vllm_clip_completions": True},
+        None,
+        "no room for a token behind a prompt of 100",
+    ),
+    "nothing ends them": ({"vllm_clip_completions": True}, None, "Set that, or remove it"),
     "no room for both": ({"vllm_max_model_len": 611, "max_prompt_length": 100}, None, "no room for a prompt of 100"),
     "no room by vLLM's name": (
         {"vllm_engine_kwargs": {"max_model_len": 611}, "max_prompt_length": 100},
@@ -119,6 +129,15 @@ def test_an_engine_is_built_with_patches_unless_the_key_says_otherwise(
     config = CompletionConfig(model="any", dataset="any", rollout_engine="vllm", dtype="float32", **keys)
     build_vllm(config, "any", None, shares_devices=False)
     assert [settings["patches"] for settings in built] == [not keys]
+
+
+def test_an_engine_sleeps_where_a_model_is_trained_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[dict[str, Any]] = []
+    monkeypatch.setattr("trainers.rollout.vllm.engine.VllmEngine", lambda *_, **settings: built.append(settings))
+    config = CompletionConfig(model="any", dataset="any", rollout_engine="vllm", dtype="float32", sleep_level=2)
+    for shares_devices in (True, False):
+        build_vllm(config, "any", None, shares_devices=shares_devices)
+    assert [settings["sleep_level"] for settings in built] == [2, 0]
 
 
 def test_the_key_of_patches_needs_an_engine_of_vllm_be_it_a_teachers() -> None:

@@ -314,12 +314,12 @@ LAYOUT_MISTAKES: list[tuple[dict[str, Any], dict[str, Any], int, list[str]]] = [
     ({EP: 2, ETP: 3}, MOE, 6, ["moe_intermediate_size 32", "among 1, 2, 4, 8, 16, 32"]),
     ({TP: 2, EP: 2, ETP: 1}, SHARED, 8, ["shared_expert_intermediate_size 41", "among 1, 41"]),
     ({EP: 2}, DENSE, 8, [f"{EP} 2", "the model has none", "Remove it"]),
-    ({ETP: 1}, DENSE, 8, [f"{ETP}: of experts", "no model of backend: megatron has any"]),
-    ({"moe_grouped_gemm": True}, DENSE, 8, ["moe_grouped_gemm: of experts"]),
-    ({"moe_token_dispatcher_type": "allgather"}, DENSE, 8, ["moe_token_dispatcher_type: of experts"]),
-    ({"moe_layer_recompute": True}, DENSE, 8, ["moe_layer_recompute: of experts"]),
+    ({ETP: 1}, DENSE, 8, [f"{ETP}: fields of experts", "no model of backend: megatron has experts"]),
+    ({"moe_grouped_gemm": True}, DENSE, 8, ["moe_grouped_gemm: fields of experts"]),
+    ({"moe_token_dispatcher_type": "allgather"}, DENSE, 8, ["moe_token_dispatcher_type: fields of experts"]),
+    ({"moe_layer_recompute": True}, DENSE, 8, ["moe_layer_recompute: fields of experts"]),
     ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, DENSE, 8, ["recompute_modules moe"]),
-    ({"megatron": {"moe_expert_capacity_factor": 1.0}}, DENSE, 8, ["moe_expert_capacity_factor: of experts"]),
+    ({"megatron": {"moe_expert_capacity_factor": 1.0}}, DENSE, 8, ["moe_expert_capacity_factor: fields of experts"]),
     ({PP: 4, "recompute_granularity": "full", "recompute_num_layers": 3}, DENSE, 8, ["the 2 layers of a stage"]),
     (
         {PP: 4, FIRST: 1, "recompute_granularity": "full", "recompute_num_layers": 4},
@@ -376,7 +376,7 @@ def test_weights_in_another_format_are_refused_before_anything_starts(tmp_path: 
     run = config(SFTConfig, model=folder(tmp_path, DENSE), disable_dropout=False)  # the model has none
     SFTTrainer.check(run, gpus("train"))
     (Path(run.model) / "pytorch_model-00001-of-00002.bin").touch()
-    with pytest.raises(ConfigError, match=r"has pytorch_model\*\.bin alone. Load and save it once with transformers"):
+    with pytest.raises(ConfigError, match=r"has only pytorch_model\*\.bin\. Load and save it once with transformers"):
         SFTTrainer.check(run, gpus("train"))
     (Path(run.model) / "model.safetensors").touch()
     SFTTrainer.check(run, gpus("train"))
@@ -428,7 +428,7 @@ def test_keys_of_experts_are_read_if_any_role_has_experts(keys: dict[str, Any], 
         check_megatron(config(GKDConfig, model=student, teacher_model=teacher, gkd_logits_topk=8, **keys), groups)
     ppo = {"model": experts, "value_model": dense, "reward_funcs": ["format"], **keys}
     check_megatron(config(PPOConfig, **ppo), gpus("train critic reference reward rollout"))
-    with pytest.raises(ConfigError, match="of experts, but no model of backend: megatron has any") as error:
+    with pytest.raises(ConfigError, match="fields of experts, but no model of backend: megatron has experts") as error:
         check_megatron(config(GKDConfig, model=dense, teacher_model=dense, gkd_logits_topk=8, **keys), groups)
     assert "several" not in str(error.value)  # it is said once, not of every role
 
@@ -508,18 +508,18 @@ def test_the_tables_of_fields_name_fields_and_keys_that_exist() -> None:
     ("name", "told"),
     [
         ("moe_permut_fusion", "no field 'moe_permut_fusion' in its configurations (did you mean moe_permute_fusion?)"),
-        (TP, f"{TP} is a key of its own. Write it beside megatron"),
-        ("recompute_granularity", "is a key of its own"),
+        (TP, f"{TP} is a separate key. Write it beside megatron"),
+        ("recompute_granularity", "is a separate key"),
         ("hidden_size", "follows from the model's config.json"),
         ("num_moe_experts", "follows from the model's config.json"),
         ("mtp_num_layers", "follows from the model's config.json"),
-        ("lr", "is what the key learning_rate says"),
-        ("bf16", "is what the key dtype says"),
-        ("clip_grad", "is what the key max_grad_norm says"),
-        ("adam_eps", "is what the key adam_epsilon says"),
-        ("attention_dropout", "is what the key disable_dropout says"),
-        ("optimizer_cpu_offload", "is what the key optimizer_offload says"),
-        ("fine_grained_activation_offloading", "is what the key recompute_granularity says"),
+        ("lr", "is set by the key learning_rate"),
+        ("bf16", "is set by the key dtype"),
+        ("clip_grad", "is set by the key max_grad_norm"),
+        ("adam_eps", "is set by the key adam_epsilon"),
+        ("attention_dropout", "is set by the key disable_dropout"),
+        ("optimizer_cpu_offload", "is set by the key optimizer_offload"),
+        ("fine_grained_activation_offloading", "is set by the key recompute_granularity"),
         ("overlap_p2p_comm", "is chosen by the backend"),
         ("calculate_per_token_loss", "is chosen by the backend"),
         ("fp32_residual_connection", "is chosen by the backend"),
@@ -599,8 +599,12 @@ def test_fp8_asks_for_widths_that_it_can_multiply() -> None:
     shape = ModelShape.of(MOE | {"mlp_only_layers": [0]})
     for sizes, further, told in (
         ({TP: 2}, {"fp8_recipe": "blockwise"}, None),
-        ({TP: 2}, {"fp8_recipe": "mxfp8"}, "there is moe_intermediate_size 16, intermediate_size 48. Remove fp8"),
-        ({TP: 4}, {"fp8_recipe": "blockwise"}, "there is moe_intermediate_size 8, intermediate_size 24. Remove fp8"),
+        ({TP: 2}, {"fp8_recipe": "mxfp8"}, "These are not: moe_intermediate_size 16, intermediate_size 48. Remove fp8"),
+        (
+            {TP: 4},
+            {"fp8_recipe": "blockwise"},
+            "These are not: moe_intermediate_size 8, intermediate_size 24. Remove fp8",
+        ),
     ):
         settings = MegatronSettings(**sizes, transformer={"fp8": "hybrid", **further})
         mistakes = list(layout_mistakes("role 'train'", settings, 4, shape))
@@ -636,7 +640,7 @@ def test_a_field_that_nothing_reads_is_refused_unless_it_is_as_it_is_anyway() ->
         ({AUX: -1.0}, f"{AUX} must be a number, 0 or above, got -1.0"),
         ({Z: "1e-3"}, f"{Z} must be a number, 0 or above, got '1e-3'"),
         ({BALANCING: "none", AUX: 1e-3}, f"{BALANCING} is none, but {AUX} 0.001"),
-        ({BALANCING: "seq_aux_loss"}, f"seq_aux_loss says nothing without {AUX}"),
+        ({BALANCING: "seq_aux_loss"}, f"seq_aux_loss has no effect without {AUX}"),
     ],
 )
 def test_losses_that_balance_experts_in_another_way_are_refused(further: dict[str, Any], told: str) -> None:
@@ -656,7 +660,7 @@ def test_losses_that_balance_experts_are_fields_of_the_model(tmp_path: Path) -> 
         check_fields(further)
         assert divided(further)["transformer"] == further
     run = config(SFTConfig, model=folder(tmp_path, DENSE), megatron={AUX: 1e-3})
-    with pytest.raises(ConfigError, match=f"{AUX}: of experts, but no model of backend: megatron has any"):
+    with pytest.raises(ConfigError, match=f"{AUX}: fields of experts, but no model of backend: megatron has experts"):
         SFTTrainer.check(run, gpus("train"))
 
 
@@ -876,6 +880,8 @@ def test_a_mixture_without_what_its_family_has_is_not_known() -> None:
     [
         ({"lora_kwargs": {"use_dora": True}}, "does not know .*use_dora"),
         ({"lora_target_modules": ["lm_head"]}, "target_modules has 'lm_head'"),
+        ({"lora_kwargs": {"modules_to_save": ["vit", "aligner"]}}, "has vit, but the model .* has no vision tower"),
+        ({"lora_kwargs": {"modules_to_save": ["norm"]}}, "has 'norm', but with backend: megatron an adapter has only"),
     ],
 )
 def test_an_adapter_that_cannot_be_is_refused_before_anything_starts(
@@ -960,9 +966,7 @@ def test_a_model_with_its_own_code_is_refused_with_the_name_of_the_other_form(
 ) -> None:
     code = {"AutoConfig": "configuration.Configuration"}
     model = folder(tmp_path, {"model_type": "internvl_chat", "auto_map": code}, name)
-    told = re.escape(
-        "comes with code of its own, which is not run here. The hub has its weights for transformers' own "
-    )
+    told = re.escape("brings its own code, which is not run here. The hub has its weights for transformers' own ")
     for asked in (shape_of, partial(configuration_of, trust_remote_code=False)):
         with pytest.raises(ConfigError, match=rf"{told}.* Write model: {model}{instead}$"):
             asked(model)
@@ -973,7 +977,7 @@ def test_a_model_with_its_own_code_is_refused_with_the_name_of_the_other_form(
 def test_a_model_that_speaks_is_trained_by_megatron_on_given_answers_alone(kind: str) -> None:
     whole = AutoConfig.for_model(kind)
     check_whole(whole, "m", "megatron")
-    with pytest.raises(ConfigError, match=r"also hears and speaks.* Write backend: megatron"):
+    with pytest.raises(ConfigError, match=r"is also an audio model.* Write backend: megatron"):
         check_whole(whole, "m", "fsdp")
     check_vision_model(config(SFTConfig, model="m"), whole)
     with pytest.raises(ConfigError, match="no engine completes prompts for such a model"):

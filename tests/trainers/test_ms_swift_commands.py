@@ -12,7 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rayhelper import ConfigError, DeviceGroups
 from rayhelper.__main__ import main
@@ -20,6 +23,7 @@ from tests import warm
 from tests.conftest import registries_restored
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.trainers.test_other_names import load, told
+from trainers.backends.fsdp.hf_model import build_model
 from trainers.cli import load_config
 from trainers.configuration.others import translations
 from trainers.configuration.others.ms_swift import engine_in_parts, spelled, torchrun_options
@@ -331,11 +335,83 @@ def test_a_colocated_engine_in_parts_has_its_own_processes(tmp_path: Path) -> No
     assert groups["colocate_groups"] == [["train", "rollout"]]
 
 
-def test_prompts_leave_room_for_their_completions(tmp_path: Path) -> None:
+def test_the_engines_length_ends_completions_of_long_prompts(tmp_path: Path) -> None:
     text = "use_vllm: true\nvllm_max_model_len: 100\nmax_completion_length: 30\n"
-    assert load(GRPOConfig, text + "max_length: 100", tmp_path).max_prompt_length == 70
-    assert load(GRPOConfig, text + "max_length: 60", tmp_path).max_prompt_length == 60
+    for length, prompt, clips in ((100, 99, True), (90, 90, True), (70, 70, False)):
+        config = load(GRPOConfig, text + f"max_length: {length}", tmp_path)
+        assert (config.max_prompt_length, config.vllm_clip_completions) == (prompt, clips)
     assert "has no room" in told(GRPOConfig, text + "max_prompt_length: 100", tmp_path)  # a name of ours
+
+
+def test_the_default_template_writes_what_that_of_ms_swift_writes(tmp_path: Path) -> None:
+    """By swift/template/templates/llm.py: prompt, system_prefix and chat_sep; the last answer ends with the token."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = load(SFTConfig, "template: default", tmp_path).chat_template
+
+    def shown(*messages: dict[str, Any], **options: Any) -> str:
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+        return text.removeprefix(tokenizer.bos_token or "")
+
+    asked = "You are a helpful assistant.\n\n### Human:\nq\n\n### Assistant:\n"
+    assert shown(Q, add_generation_prompt=True) == asked
+    assert shown(Q, said("a")) == f"{asked}a{tokenizer.eos_token}"
+    turns = [{"role": "system", "content": "s"}, Q, said("a"), Q, said("b")]
+    question = "### Human:\nq\n\n### Assistant:\n"
+    assert shown(*turns) == f"s\n\n{question}a\n\n{question}b{tokenizer.eos_token}"
+    assert "template is not supported" in told(SFTConfig, "template: qwen2_5", tmp_path)
+
+
+def test_an_evaluation_has_as_many_batches_as_eval_iters_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = "eval_iters: 3\nglobal_batch_size: 4\n"
+    with caplog.at_level(logging.INFO):
+        assert load(SFTConfig, text + "split_dataset_ratio: 0.1", tmp_path).max_eval_sequences == 12
+        assert load(SFTConfig, text, tmp_path).max_eval_sequences is None
+    assert "eval_iters (each evaluation has the first 12 sequences, and none twice;" in caplog.text
+    assert "eval_iters (there is no eval_dataset)" in caplog.text
+    assert "eval_iters is not supported" in told(DPOConfig, text + "split_dataset_ratio: 0.1", tmp_path)
+
+
+def test_positions_are_scaled_as_there(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model")
+    known = AutoConfig.from_pretrained(model)
+    longest = 4 * known.max_position_embeddings - 1
+    text = "defaults: ms-swift\nrope_scaling: yarn\n"
+    kwargs = load(SFTConfig, text, tmp_path, "--model", model, "--max_model_len", str(longest)).model_init_kwargs
+    scaled = AutoConfig.from_pretrained(model, **kwargs)
+    expected = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": known.max_position_embeddings}
+    assert scaled.rope_parameters == expected | {"rope_theta": known.rope_parameters["rope_theta"]}
+    assert scaled.max_position_embeddings == longest
+    rotation = build_model(
+        model, dtype=torch.float32, device=torch.device("cpu"), model_init_kwargs=kwargs
+    ).model.rotary_emb
+    assert torch.equal(rotation.inv_freq, ROPE_INIT_FUNCTIONS["yarn"](scaled, torch.device("cpu"))[0])
+    assert "needs a factor, or max_model_len" in told(SFTConfig, text, tmp_path, "--model", model)
+    assert "for backend: fsdp" in told(SFTConfig, text, tmp_path, "--model", model, "--backend", "megatron")
+
+
+def test_muon_is_an_optimizer_of_ours(tmp_path: Path) -> None:
+    found = load(SFTConfig, "defaults: ms-swift\noptimizer: muon\noptim_args: momentum=0.9", tmp_path)
+    assert (found.optim, found.optim_kwargs, found.adam_beta2) == ("muon", {"momentum": 0.9}, 0.95)
+    assert found.fsdp_sharding_strategy == "no_shard"
+    assert "Write optimizer: muon" in told(SFTConfig, "optimizer: muonclip", tmp_path)
+    with pytest.raises(ConfigError, match="muon needs whole weights"):
+        load(SFTConfig, "optim: muon\nfsdp_sharding_strategy: full_shard", tmp_path)
+
+
+def test_bits_without_a_method_and_an_adapter_beside_quantized_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert not load(SFTConfig, "defaults: ms-swift\ntuner_type: lora\nquant_bits: 4", tmp_path).quantization
+    assert "quant_bits (without quant_method nothing is quantized, in ms-swift neither)" in caplog.text
+    text = "tuner_type: lora\nquant_method: bnb\nquant_bits: 4\nuse_vllm: true\nvllm_enable_lora: true"
+    with caplog.at_level(logging.INFO):
+        config = load(GRPOConfig, text + "\ndefaults: ms-swift", tmp_path)
+    assert config.load_in_4bit
+    assert not config.vllm_enable_lora
+    assert "vllm_enable_lora (weights are quantized, and the engine gets the values" in caplog.text
+    with pytest.raises(ConfigError, match="vllm_enable_lora: the engine would use the adapter with weights that"):
+        load(GRPOConfig, text + "\ndefaults: trl", tmp_path)
 
 
 def test_a_loss_that_clips_nothing_reads_no_epsilon(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

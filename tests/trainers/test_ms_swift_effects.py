@@ -37,6 +37,26 @@ def read(paths: tuple[str, str]) -> Any:
     return read
 
 
+def test_bco_pair_is_shifted_by_the_running_mean_of_rewards(read: Any) -> None:
+    """dpo_trainer.py: -logsigmoid(beta c - d) - logsigmoid(-(beta r - d)), d the mean of all rewards so far."""
+    import torch
+
+    from trainers.dpo.scores import RunningMean
+    from trainers.losses.preference import CompletionTotals, pair_losses
+
+    assert read("dpo", "--loss_type", "sigmoid", "bco_pair").bco_shift
+    assert not read("dpo").bco_shift
+    found, rewards = RunningMean(), [0.0, 0.7, -0.2, 1.9]
+    for k, reward in enumerate(rewards, start=1):
+        found.add(reward)
+        assert found.mean == pytest.approx(sum(rewards[:k]) / k)
+    zero, (chosen, rejected) = torch.zeros(2), (torch.tensor([0.7, -1.0]), torch.tensor([-0.4, 0.5]))
+    sides = [CompletionTotals(one, zero, one, zero + 3) for one in (chosen, rejected)]
+    losses = pair_losses("bco_pair", *sides, beta=0.3, bco_shift=0.25)
+    logsigmoid = torch.nn.functional.logsigmoid
+    torch.testing.assert_close(losses, -logsigmoid(0.3 * chosen - 0.25) - logsigmoid(-(0.3 * rejected - 0.25)))
+
+
 def test_label_smoothing_of_sigmoid_is_that_of_conservative_dpo(read: Any) -> None:
     """dpo_trainer.py: -logsigmoid(x) (1 - e) - logsigmoid(-x) e."""
     import torch
@@ -60,7 +80,6 @@ def test_label_smoothing_of_sigmoid_is_that_of_conservative_dpo(read: Any) -> No
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("--loss_type bco_pair", "running mean"),
         ("--loss_type ipo sft", "divides all losses by lengths"),
         ("--ld_alpha 0.5", "weighs only the policy"),
     ],

@@ -16,7 +16,7 @@ from tests.conftest import registries_restored
 from trainers.batch import Ragged, Samples
 from trainers.grpo.choices import GIVEN, READ_BY, REGISTRIES, check_plugged, keys_of
 from trainers.grpo.config import GRPOConfig, check_chosen
-from trainers.grpo.samples import with_selection
+from trainers.grpo.samples import with_selection, with_slopes
 from trainers.losses.policy import add_policy_metrics, grpo_normaliser, policy_gradient_loss
 from trainers.losses.surrogates import PolicyTerms
 from trainers.metrics import Metrics
@@ -241,6 +241,52 @@ def test_tokens_are_selected_among_all_loss_tokens_of_a_step() -> None:
     chosen = with_selection(config(loss_type="clip_cov", **keys), samples, logps, seed=(0,)).selected
     assert chosen is not None
     assert [row.tolist() for row in chosen] == [[False, True, False], [False, False]]  # the first is clipped
+
+
+def test_real_has_the_loss_and_the_gradient_of_ms_swift_however_a_step_is_cut() -> None:
+    """The formula is that of ms-swift 4.6 (swift/rlhf_trainers/grpo_trainer.py), of whole groups at once."""
+    lengths, tau = torch.tensor([3, 1, 2, 4, 2, 3]), 0.7
+    mask_BT = torch.arange(4)[None] < lengths[:, None]
+    old_BT = -torch.rand(6, 4)
+    logps_BT = (old_BT + torch.randn(6, 4)).requires_grad_()
+    advantages_B = torch.tensor([0.5, -0.5, 0.0, 0.0, -1.0, 1.0])
+
+    scores_B = ((logps_BT - old_BT) * mask_BT).sum(1) / lengths
+    expected = torch.zeros(())
+    for start in (0, 2, 4):  # the second prompt has no better completion, and so no loss
+        scores, is_better = scores_B[start : start + 2] / tau, advantages_B[start : start + 2] > 0
+        if 0 < is_better.sum() < 2:
+            expected = (
+                expected + (1 + scores[~is_better].exp().sum()).log() + (1 + (-scores[is_better]).exp().sum()).log()
+            )
+    (expected / 3).backward()
+
+    def ragged(values_BT: torch.Tensor) -> Ragged:
+        return Ragged.split(values_BT.detach()[mask_BT].numpy(), lengths.numpy())
+
+    samples = Samples(
+        input_ids=Ragged.split(np.arange(int(lengths.sum()) + 6), lengths.numpy() + 1),
+        target_mask=Ragged.of([[False, *[True] * int(length)] for length in lengths], bool),
+        advantages=advantages_B.numpy(),
+        loss_mask=ragged(mask_BT),
+        old_logps=ragged(old_BT),
+    )
+    found, loss = with_slopes(config(loss_type="real", real_tau=tau), samples, lambda _: ragged(logps_BT))
+    assert loss == pytest.approx(float(expected.detach()) / 3, rel=1e-6)
+    own_BT = logps_BT.detach().clone().requires_grad_()
+    assert isinstance(found.advantages, np.ndarray)
+    for part in (slice(0, 1), slice(1, 6)):
+        own, _ = policy_gradient_loss(
+            own_BT[part],
+            old_BT[part],
+            torch.tensor(found.advantages[part]),
+            mask_BT[part],
+            loss_type="real",
+            normaliser=float(lengths.sum()),
+        )
+        assert own.item() == 0.0
+        own.backward()
+    torch.testing.assert_close(own_BT.grad, logps_BT.grad)
 
 
 def test_a_method_of_the_script_itself_is_refused_where_workers_would_not_have_it() -> None:

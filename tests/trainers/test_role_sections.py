@@ -207,7 +207,10 @@ REFUSED: list[tuple[str, list[str]]] = [
         "use_vllm: true\ntrain: {gpus: 4, vllm_kv_cache_dtype: fp8}",
         ["section 'train' has vllm_kv_cache_dtype, which role rollout reads"],
     ),
-    ("train: {gpus: 4}\nrollout: {gpus: 4, name: sglang}", ["rollout_engine must be one of hf, vllm, got 'sglang'"]),
+    (
+        "train: {gpus: 4}\nrollout: {gpus: 4, name: sglang}",
+        ["rollout_engine must be one of hf, vllm, auto, got 'sglang'"],
+    ),
     ("train: {gpus: 4}\nrollout: {gpus: 4, vllm_enforce_eager: true}", ["needs rollout_engine: vllm, but it is hf"]),
     ("train: {gpus: 4}\nrollout: {gpus: 4, enable_thinking: true}", ["enable_thinking holds for all roles; move it"]),
     ("train: {gpus: 4}\nteacher: {gpus: 4, model: a}\nteacher_model: b", ["'teacher' has model: a", "top level b"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import signal
 import threading
@@ -14,6 +15,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from huggingface_hub import constants
+from transformers import LlamaConfig
 
 from rayhelper import ConfigError, DeviceGroups
 from tests.e2e.runs import TEXTS, final_bytes, grpo_config, interrupted_after, lines, sft_config
@@ -176,7 +179,9 @@ def test_a_run_inside_a_plugin_gives_advice_about_the_command_only_if_it_ends_ea
         builds_model.reset(token)
     told = capsys.readouterr().out
     assert told.count("resume_from_checkpoint") == 1
-    assert "To go on, run the same command with --resume_from_checkpoint auto" in told.partition("the model is in")[0]
+    assert (
+        "To continue, run the same command with --resume_from_checkpoint auto" in told.partition("the model is in")[0]
+    )
 
 
 def test_the_end_says_that_an_adapter_is_merged_and_where_it_is_alone(
@@ -186,7 +191,7 @@ def test_the_end_says_that_an_adapter_is_merged_and_where_it_is_alone(
     for name, tuner in (("lora", {"tuner_type": "lora", "lora_rank": 2}), ("full", {})):
         folder = tmp_path / name
         SFTTrainer(SFTConfig(model=model, output_dir=str(folder), **keys, **tuner)).train()
-        said = f"is merged into the weights of this model; alone it is in {folder / 'final' / 'adapter'}"
+        said = f"is merged into this model, and is also in {folder / 'final' / 'adapter'}"
         assert (said in capsys.readouterr().out) is (name == "lora")
         assert (folder / "final" / "adapter" / "adapter_model.safetensors").is_file() is (name == "lora")
 
@@ -274,10 +279,10 @@ def test_a_damaged_checkpoint_is_passed_over_in_one_line(tmp_path: Path, caplog:
     (tmp_path / "checkpoint-2" / "model.bin").write_text("Weights")  # a bit differs
     with opened(tmp_path, resume_from_checkpoint="auto") as resumed:
         assert resumed.step == 1
-    told = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
     assert told == [
-        "resume_from_checkpoint: passed over checkpoint-2 (model.bin differs from what was written (checksum)); goes "
-        "on from checkpoint-1"
+        "resume_from_checkpoint: skipped checkpoint-2 (model.bin differs from the written file (checksum)); the run "
+        "continues from checkpoint-1"
     ]
 
 
@@ -355,9 +360,30 @@ def test_a_run_whose_step_hangs_after_sigterm_names_the_checkpoint_to_go_on_from
     assert ended.value.code == 143
     told = capfd.readouterr().err
     assert "time.sleep(100)" in told
-    assert f"stopped after step 3 of 9; saved before: {tmp_path / 'checkpoint-2'}. To go on, run the same" in told
+    assert f"stopped after step 3 of 9; saved before: {tmp_path / 'checkpoint-2'}. To continue, run the same" in told
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
     assert "stopped in a step or in saving that did not end, and not saved" in (tmp_path / "run.json").read_text()
+
+
+def test_a_process_that_cannot_reach_process_0_tells_itself_where_it_hangs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As between nodes without a common key."""
+    monkeypatch.setattr("trainers.run.run.pass_end_on", lambda: False)
+
+    def hang(run: Run) -> None:
+        assert run.trackers is not None
+        run.trackers.close()
+        run.trackers = None  # process 0 alone has them
+        with run.signals.watch.step():
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(100)
+
+    with pytest.raises(StepGivenUp), opened(tmp_path, stop_grace_s=0.1) as run:
+        hang(run)
+    told = capfd.readouterr().err
+    assert "time.sleep(100)" in told
+    assert "stopped after step 0 of 9; nothing is saved" in told
 
 
 def test_a_run_whose_checkpoint_hangs_after_sigterm_ends_with_the_one_before(
@@ -375,6 +401,21 @@ def test_a_run_whose_checkpoint_hangs_after_sigterm_ends_with_the_one_before(
         Hanging().train(run)
     assert f"stopped after step 4 of 9; saved before: {tmp_path / 'checkpoint-2'}" in capfd.readouterr().err
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_the_first_checkpoint_has_time_by_the_size_of_the_model_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of the hub lies in its cache."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--own--llama" / "snapshots" / "main"
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+    LlamaConfig(**shape, num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=True).save_pretrained(snapshot)
+    for model in (str(snapshot), "own/llama"):
+        config = TrainConfig(model=model, dataset=[{"text": "a"}], output_dir=str(tmp_path), report_to=["none"])
+        with Run(config, 9, headline=("loss",), order=ORDER) as run:
+            watch = run.signals.watch
+            assert watch.limit_s(watch.savings) == pytest.approx(1_235_814_400 * 0.32e-6)
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.inf, math.nan])
@@ -442,7 +483,7 @@ def test_a_run_that_would_see_other_rows_does_not_resume(
     with opened(tmp_path) as run:
         stepped(run, 2).save_checkpoint(Nothing().save, Nothing())
         stepped(run)
-    with pytest.raises(ConfigError, match=rf"{told}.*rows would be repeated or left out.*global_batch_size"):
+    with pytest.raises(ConfigError, match=rf"{told}.*Rows would be repeated or left out.*global_batch_size"):
         opened(tmp_path, order=order, resume_from_checkpoint=True, **keys)
     assert len(lines(tmp_path)) == 3  # nothing was touched
 
@@ -464,6 +505,19 @@ def test_a_generation_of_a_resumed_run_keeps_its_size_too(model: str, tmp_path: 
     four = GenerationPlan.of(config, 6, 4, {})
     assert (four.step_size, four.num_prompts) == (8, 8)
     assert GenerationPlan.of(config, 6, 1, four.order()) == four
+
+
+def test_generations_that_are_parts_of_a_step_are_drawn_at_once(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes: dict[str, Any] = {"global_batch_size": 16, "num_generations": 2, "num_iterations": 1}
+    with caplog.at_level(logging.INFO):
+        plan = GenerationPlan.of(grpo_config(model, tmp_path, **sizes, generation_batch_size=4), 16, 1, {})
+    assert (plan.step_size, plan.num_prompts) == (16, 8)
+    assert "the 4 generations of an optimizer step are drawn at once" in caplog.text
+    for further in ({"generation_batch_size": 6}, {"generation_batch_size": 4, "num_iterations": 2}):
+        with pytest.raises(ConfigError, match="must be a multiple of the 16 sequences"):
+            GenerationPlan.of(grpo_config(model, tmp_path, **sizes | further), 16, 1, {})
 
 
 @pytest.mark.parametrize(("drops", "rows", "num_steps"), [(False, [4, 4, 2], 5), (True, [4, 4], 4)])

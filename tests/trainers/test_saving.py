@@ -128,7 +128,7 @@ def test_a_run_saves_and_evaluates_when_transformers_does(
     if config.load_best_model_at_end:
         source = "the last step" if ours.weight == run.num_steps else str(tmp_path / f"checkpoint-{ours.weight}")
         assert any(
-            line.startswith(f"load_best_model_at_end: the final model is that of {source}") for line in caplog.messages
+            line.startswith(f"load_best_model_at_end: the final model comes from {source}") for line in caplog.messages
         )
         assert f"checkpoint-{ours.weight}" == Path(str(trainer.state.best_model_checkpoint)).name
 

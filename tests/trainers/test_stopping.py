@@ -13,7 +13,7 @@ import pytest
 
 from trainers.patches import notices_exit
 from trainers.run import stopping
-from trainers.run.stopping import SIGNALS, GivenUp, Stop, StopSignals, ends_by_sigterm
+from trainers.run.stopping import SIGNALS, GivenUp, Stop, Stopped, StopSignals, ends_by_sigterm
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1", "SIGHUP"])
@@ -68,6 +68,28 @@ def test_sigterm_while_workers_start_exits_with_143() -> None:
     with ends_by_sigterm(), pytest.raises(SystemExit) as ended:
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended.value.code == 143
+
+
+def test_a_process_that_was_stopped_keeps_its_exit_code_whatever_its_launcher_sends() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(Stopped) as ended, ends_by_sigterm(ends_process=True):
+            raise Stopped(143)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.value.code == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_that_came_to_another_process_is_noted_and_passed_on() -> None:
+    passed = threading.Event()
+    with StopSignals(with_interrupt=False, pass_on=passed.set) as signals:
+        elsewhere = threading.Thread(target=signals.note_elsewhere)
+        elsewhere.start()
+        elsewhere.join()
+        assert signals.stop() == Stop("SIGTERM", 143)
+        assert passed.wait(60)
+    signals.note_elsewhere()  # the run is over
 
 
 @pytest.mark.parametrize(("work", "what"), [("step", "the step"), ("saving", "saving"), ("loading", "loading")])
@@ -135,7 +157,10 @@ def test_a_step_that_is_only_slow_ends_and_another_signal_waits_for_it(monkeypat
 def test_saving_has_the_time_of_a_checkpoint_whatever_a_step_has() -> None:
     """A checkpoint may take longer than a step; how long, only the one before shows."""
     watch = StopSignals(with_interrupt=False, grace_s=1.0).watch
-    assert watch.limit_s(watch.savings) == stopping.FIRST_SAVE_GRACE_S
+    assert watch.limit_s(watch.savings) == 1800.0  # of a model whose size is not known
+    for num_parameters, limit_s in [(10_000, 60.0), (10**9, 320.0), (70 * 10**9, 1800.0)]:
+        of_size = StopSignals(with_interrupt=False, grace_s=1.0, num_parameters=num_parameters).watch
+        assert of_size.limit_s(of_size.savings) == limit_s
     assert [watch.limit_s(one) for one in (watch.steps, watch.loadings)] == [1.0, 1.0]
     watch.savings.longest_s = 2.0
     assert watch.limit_s(watch.savings) == stopping.SAVE_GRACE_S

@@ -275,7 +275,7 @@ def test_the_environment_sets_what_a_script_leaves_open(
         (
             "data.truncation='error'",
             "data.image_key=images actor_rollout_ref.actor.strategy=megatron",
-            "backend: megatron learns only from texts",
+            "takes pictures only with the strategy fsdp",
         ),
         ("ppo_mini_batch_size=16", "ppo_mini_batch_size=24", "24 does not divide data.train_batch_size, 64"),
     ],
@@ -350,7 +350,7 @@ def test_a_pipeline_of_roll(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     meant |= {"max_steps": 2000, "save_steps": 400, "vllm_engine_kwargs": {"block_size": 16}}
     meant |= {"columns": {"messages": "prompt", "ground_truth": "answer"}, "max_completion_length": 4096}
     assert {key: found[key] for key in meant} == meant
-    assert "reference.strategy_args.strategy_name: the reference lies as the policy does" in err
+    assert "reference.strategy_args.strategy_name: the reference has the placement of the policy" in err
     assert checked(out, tmp_path).advantage_estimator == "reinforce_plus_plus_token"
 
 

@@ -70,7 +70,7 @@ GRPO: dict[str, Any] = {"reward_funcs": ["format"]}
         (DPOConfig, {"loss_weights": [math.inf]}, "loss_weights must hold finite numbers"),
         (GRPOConfig, GRPO | {"epsilon": 2}, "epsilon must lie in [0, 1], got 2: ratios are clipped to 1 - epsilon"),
         (GRPOConfig, GRPO | {"epsilon": 1.5, "loss_type": "clip_cov"}, "epsilon must lie in [0, 1]"),
-        (GRPOConfig, GRPO | {"epsilon": 1.5, "loss_type": "dppo_tv"}, "probabilities, which are at most 1 apart"),
+        (GRPOConfig, GRPO | {"epsilon": 1.5, "loss_type": "dppo_tv"}, "probabilities, which differ by at most 1"),
         (GRPOConfig, GRPO | {"epsilon_high": 1.5, "loss_type": "dppo_tv"}, "epsilon_high must lie in [0, 1], got 1.5"),
         (GRPOConfig, GRPO | {"delta": 0.9}, "delta must be at least 1, got 0.9"),
         (GRPOConfig, GRPO | {"loss_type": "fipo", "fipo_clip_range": 2, "fipo_clip_high_only": False},

@@ -18,6 +18,18 @@ def model_folder(model: str | Path, *further: str) -> Path:
     return Path(snapshot_download(str(model), allow_patterns=["model*.safetensors", *further]))
 
 
+def on_disk(model: str) -> str:
+    """The folder of a model of the hub that is on this disk already; else the model as it is named."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:  # a path
+        return model
+    return str(Path(found).parent) if isinstance(found, str) else model
+
+
 def safetensors_files(folder: Path) -> list[Path]:
     """The files of the weights. Raises FileNotFoundError if there are none."""
     files = sorted(folder.glob("model*.safetensors"))

@@ -27,18 +27,18 @@ class ClassificationConfig(TrainConfig):
     """The value with which ``rayhelper sft`` runs this trainer."""
     output_dir: str = "outputs/classification"
     num_labels: int
-    """Numbers that the head gives for each row: classes, labels, or values to predict."""
+    """The number of values that the head gives for each row: classes, labels or regression values."""
     problem_type: ProblemType | None = None
     """single_label_classification (cross entropy), multi_label_classification (binary cross entropy) or regression
     (mean squared error). null: regression for one label, else single_label_classification."""
     use_chat_template: bool = True
-    """Write conversations by the chat template. false: read the text of one turn of the user as it is."""
+    """Write conversations with the chat template. false: read the text of the only user turn unchanged."""
     max_length: int | None = 1024
     """Tokens of a row; truncation_mode says how longer ones are cut."""
     truncation_mode: TruncationMode = "keep_start"
     """For a row that is too long: keep_start, keep_end, or drop."""
     packing: bool = False
-    """Batch sizes count packs instead of rows. A pack is several rows, of at most max_length tokens together. It passes
+    """Batch sizes count packs instead of rows. A pack has several rows of at most max_length tokens together. It passes
     through the model without padding, as with padding_free."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
@@ -9,6 +10,9 @@ from typing import Any, Literal
 from rayhelper import ConfigError
 from trainers.configuration.shared import TrainConfig, unread
 from trainers.configuration.values import at_least, check_seconds
+from trainers.rollout.choice import choose_engine
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,17 +20,19 @@ class CompletionConfig(TrainConfig):
     """The shared keys, and those of prompts that are completed."""
 
     # Generation
-    rollout_engine: Literal["hf", "vllm"] = "hf"
-    """What completes prompts. hf: the transformers model, in slots. vllm: vLLM, which is installed separately."""
+    rollout_engine: Literal["hf", "vllm", "auto"] = "hf"
+    """The engine that completes prompts. hf: the transformers model, in slots. vllm: vLLM, which is installed
+    separately. auto: hf if the training workers also generate and hf knows the architecture. Otherwise vllm, if it is
+    installed."""
     rollout_batch_size: int | None = None
-    """Prompts that a rollout worker completes at once (hf). null: all of its slice."""
+    """Prompts that a rollout worker completes at once (hf). null: its whole slice."""
     max_prompt_length: int | None = None
     """Tokens of a prompt to complete. A longer prompt loses its beginning."""
     drop_long_prompts: bool = False
-    """Leave out rows whose prompts have more than ``max_prompt_length`` tokens, instead of cutting these. GKD: for runs
-    that learn only from completions (``lmbda: 1`` or ``seq_kd``)."""
+    """Leave out rows whose prompts have more than ``max_prompt_length`` tokens, instead of cutting the prompts. In GKD:
+    for runs that learn only from completions (``lmbda: 1`` or ``seq_kd``)."""
     max_completion_length: int = 512
-    """Tokens, the stop token included."""
+    """Largest number of tokens of a completion, with its stop token."""
     temperature: float = 1.0
     """Logits are divided by it, in sampling and in the loss."""
     top_p: float = 1.0
@@ -36,7 +42,7 @@ class CompletionConfig(TrainConfig):
     min_p: float | None = None
     """Draw from tokens at least this share as probable as the most probable one. null: from all."""
     repetition_penalty: float = 1.0
-    """Tokens that have occurred become less likely by it. 1: never."""
+    """Tokens that have already occurred become less likely by this factor. 1: no penalty."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Further tokens that end a completion and belong to it, in addition to the model's end-of-sequence tokens."""
     generation_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -46,46 +52,53 @@ class CompletionConfig(TrainConfig):
 
     # vLLM, by its own names; needs rollout_engine: vllm
     vllm_gpu_memory_utilization: float | None = None
-    """Share of a GPU's memory for weights and KV cache. null: 0.9, or 0.4 where the policy is trained on it as well."""
+    """Share of a GPU's memory for weights and KV cache. null: 0.9, or 0.4 if the policy is trained on the same GPU."""
     vllm_tensor_parallel_size: int = 1
-    """Rollout workers that hold one model together; with gpus_per_worker in role rollout's device group, the GPUs of
-    one worker."""
+    """Rollout workers that hold one model together. With gpus_per_worker in the device group of role rollout: the GPUs
+    of one worker."""
     vllm_max_model_len: int | None = None
-    """Tokens of a prompt and its completion. null: the sum of their limits if both are set, else the model's."""
+    """Largest number of tokens of a prompt with its completion. null: the sum of both limits if both are set, else the
+    model's limit."""
+    vllm_clip_completions: bool = False
+    """A completion ends when prompt and completion reach ``vllm_max_model_len``, as in vLLM itself. false: a prompt and
+    ``max_completion_length`` must fit together."""
     vllm_max_num_seqs: int | None = None
     """Prompts that are completed at the same time. null: vLLM's own choice."""
     vllm_enforce_eager: bool = False
-    """Without CUDA graphs: starts sooner, runs slower."""
+    """Run without CUDA graphs. The engine starts faster and generates more slowly."""
     vllm_enable_prefix_caching: bool = True
-    """Compute a common beginning of prompts once, such as the prompt of a group."""
+    """Compute a beginning that several prompts share only once, such as the prompt of a group."""
     vllm_enable_lora: bool = False
     """With tuner_type: lora, keep the adapter separate. The engine has the model as it is on disk, and gets only the
-    adapter. false: it gets the weights that the adapter changes, with the adapter merged into them."""
+    adapter. false: the engine gets the changed weights, with the adapter merged into them."""
     vllm_engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of vLLM's EngineArgs that have no key of their own here."""
     vllm_patches: bool = True
     """Give vLLM a scheduler that is faster in steps that only decode, and on Hopper GPUs a faster start of its Triton
-    attention. Only in versions of vLLM where both were compared. It also holds for the engine of a teacher. false:
-    vLLM's own. The numbers are the same, except for rounding."""
+    attention. This applies only to vLLM versions in which both were compared. It also applies to the engine of a
+    teacher. false: vLLM's own code. The numbers are the same, except for rounding."""
 
     # From the trainer to the engine
     sleep_level: Literal[0, 1, 2] = 0
-    """Memory that an engine on training devices frees while it does not generate. 1: the KV cache, and its weights wait
-    in the memory of the host. 2: both dropped. hf has nothing to free."""
+    """Memory that an engine on training devices frees while it does not generate. 1: the KV cache is freed, and the
+    weights are offloaded to the host. 2: both are freed. hf has nothing to free."""
     offload_model: bool = False
     """The policy is offloaded to the host while an engine with its own weights generates on the same device."""
     offload_optimizer: bool = False
-    """The states of the policy's optimizer are offloaded too."""
+    """Also offload the optimizer states of the policy."""
     weight_bucket_mb: int = 256
-    """Megabytes of weights that are sent at once to engines in other processes. Each side holds three buckets."""
+    """Megabytes of weights per message to engines in other processes. Each side holds three buckets."""
     weight_checksum: bool = True
-    """After every update of weights compare the engine's weights with the trainer's."""
+    """After every update of weights, compare the weights of the engine with the weights of the trainer."""
 
     log_completions: bool = False
-    """Keep completions, with their rewards if there are any, in completions/*.parquet every ``logging_steps``, and show
-    a few."""
+    """Save completions with their rewards in completions/*.parquet every ``logging_steps``, and show a few of them."""
 
     def __post_init__(self) -> None:
+        if self.rollout_engine == "auto":  # made in Python: what reads a file has chosen by now
+            choice = choose_engine(vars(self))
+            logger.info("rollout_engine: %s  # auto: %s", choice.engine, choice.reason)
+            object.__setattr__(self, "rollout_engine", choice.engine)
         super().__post_init__()
         check_completion(self)
 
@@ -151,6 +164,14 @@ def check_model_len(config: CompletionConfig) -> None:
     """Raises ConfigError if vLLM would have no room for a prompt and its completion."""
     told, length = said_model_len(config)
     prompt = config.max_prompt_length
+    if config.vllm_clip_completions and length is None:
+        raise ConfigError("vllm_clip_completions ends completions at vllm_max_model_len. Set that, or remove it.")
+    if config.vllm_clip_completions and isinstance(length, int) and 0 <= length <= (prompt or 0):
+        raise ConfigError(
+            f"{told} has no room for a token behind a prompt of {prompt}: raise it, or lower max_prompt_length."
+        )
+    if config.vllm_clip_completions:
+        return
     # vLLM finds a length itself for none and for -1, and says what is wrong with what is no number
     if isinstance(length, int) and 0 <= length < config.max_completion_length + (prompt or 1):
         raise ConfigError(

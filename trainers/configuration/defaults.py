@@ -181,7 +181,7 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         Default("learning_rate", _learning_rate, SFT),
         Default("lr_scheduler_type", "cosine", ARGUMENTS),
         Default("weight_decay", 0.1, ARGUMENTS),
-        Default("adam_beta2", 0.95, ARGUMENTS, lambda keys: str(keys.get("optim")).startswith("adamw")),
+        Default("adam_beta2", 0.95, ARGUMENTS, lambda keys: str(keys.get("optim")).startswith(("adamw", "muon"))),
         Default("per_device_train_batch_size", 1, ARGUMENTS, _counts_rows),
         Default("gradient_accumulation_steps", _accumulation, ARGUMENTS, _counts_steps),
         Default("global_batch_size", SEQUENCES_A_STEP, MEGATRON, _is_megatron),
@@ -363,7 +363,7 @@ def told_of(held: Holding, ours: Mapping[str, Any], found: Mapping[str, Any], gi
     if held.is_ms_swift:
         others = [name for name in found if name in ours and found[name] != ours[name] and name not in given.values]
         listed = ", ".join(f"{name} {_shown(found[name])}" for name in others if name not in OF_EITHER)
-        return f"defaults: {MS_SWIFT}{why}, which are, where they are not TRL's: {listed or 'all the same'}"
+        return f"defaults: {MS_SWIFT}{why}. These differ from TRL's: {listed or 'none'}"
     here = [
         f"{row.key} {_shown(keys.get(row.key))} (TRL: {_shown(row.theirs)})"
         for row in DEPARTURES

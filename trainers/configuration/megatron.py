@@ -21,31 +21,31 @@ class MegatronConfig:
 
     # Megatron; needs backend: megatron
     tensor_model_parallel_size: int = 1
-    """Workers that have a part of every matrix (TP)."""
+    """Workers that divide every matrix among them (TP)."""
     pipeline_model_parallel_size: int = 1
-    """Workers that have some of the layers each (PP)."""
+    """Workers that divide the layers among them (PP)."""
     virtual_pipeline_model_parallel_size: int | None = None
-    """Pieces of layers that a worker of a pipeline has, so that it waits less (VPP). null: 1."""
+    """Pieces of layers per pipeline worker (VPP). More pieces mean less waiting. null: 1."""
     decoder_first_pipeline_num_layers: int | None = None
-    """Layers of the first pipeline stage. null: as many as each stage between the first and the last."""
+    """Layers of the first pipeline stage. null: the same number as in each middle stage."""
     decoder_last_pipeline_num_layers: int | None = None
-    """Layers of the last pipeline stage, which also has the head. null: as many as each stage between the first and the
-    last."""
+    """Layers of the last pipeline stage, which also has the head. null: the same number as in each middle stage."""
     context_parallel_size: int = 1
-    """Workers that have a part of every sequence (CP)."""
+    """Workers that divide every sequence among them (CP)."""
     expert_model_parallel_size: int = 1
-    """Workers that have some of the experts each (EP)."""
+    """Workers that divide the experts among them (EP)."""
     expert_tensor_parallel_size: int | None = None
-    """Workers that have a part of every expert's matrices (ETP). null: tensor_model_parallel_size."""
+    """Workers that divide the matrices of every expert among them (ETP). null: tensor_model_parallel_size."""
     sequence_parallel: bool | None = None
-    """Also divide the values between the matrices over the tensor-parallel workers. It needs less memory, and gives the
-    same numbers. null: wherever tensor_model_parallel_size is above 1. Experts under tensor parallelism need it."""
+    """Also divide the activations between the matrices over the tensor-parallel workers. It needs less memory and gives
+    the same numbers. null: true if tensor_model_parallel_size is above 1. Experts under tensor parallelism need it."""
     use_distributed_optimizer: bool = True
     """The optimizer is sharded over the data-parallel workers."""
     overlap_grad_reduce: bool = False
     """Add gradients over the workers while the backward pass continues."""
     overlap_param_gather: bool = False
-    """Gather updated weights while the next forward pass continues; needs the two keys above."""
+    """Gather updated weights while the next forward pass continues. It needs use_distributed_optimizer and
+    overlap_grad_reduce."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens are sent to their experts. flex needs DeepEP, and is refused."""
     moe_grouped_gemm: bool = False
@@ -53,22 +53,22 @@ class MegatronConfig:
     moe_layer_recompute: bool = False
     """Compute the layers of experts twice instead of keeping their activations."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Which activations are computed twice instead of kept. full: whole layers, as with gradient_checkpointing: true.
-    selective: recompute_modules. null: nothing."""
+    """The activations that are computed twice instead of kept. full: whole layers, as with gradient_checkpointing:
+    true. selective: the modules of recompute_modules. null: nothing."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """Of full. uniform: all layers, recompute_num_layers at a time; block: the first recompute_num_layers of every
-    stage. null: uniform."""
+    """The layers of recompute_granularity full. uniform: all layers, in groups of recompute_num_layers. block: the
+    first recompute_num_layers of every stage. null: uniform."""
     recompute_num_layers: int | None = None
-    """See recompute_method. null: 1 of uniform."""
+    """The number of layers that recompute_method uses. null: 1 with uniform."""
     recompute_modules: list[str] | None = None
-    """For selective: core_attn, layernorm, mlp, moe, moe_act, shared_experts. null: core_attn."""
+    """For recompute_granularity selective: core_attn, layernorm, mlp, moe, moe_act, shared_experts. null: core_attn."""
     param_offload: bool = False
-    """Weights wait in the memory of the host whenever their role does not compute: between its calls, whoever works
-    meanwhile. offload_model moves them only while an engine generates on the same device."""
+    """Keep the weights in the memory of the host between all calls of their role. offload_model offloads them only
+    while an engine generates on the same device."""
     grad_offload: bool = False
-    """Gradients have memory only during the steps of the optimizer."""
+    """Gradients use device memory only during the optimizer's steps."""
     infer_batch_size: int | None = None
-    """Sequences of a micro-batch that is only scored. null: as in training."""
+    """Sequences per micro-batch that is only scored. null: the same as in training."""
     async_save: bool = False
     """Write checkpoints from a copy in the memory of the host, while training continues."""
     megatron: dict[str, Any] = field(default_factory=dict)
@@ -136,13 +136,13 @@ def key_mistakes(
             f"{' (it takes momentum)' if known else ''}. Remove it."
         )
     if optim == "sgd" and config.use_distributed_optimizer:
-        yield "optim: sgd cannot lie in shards with megatron-core. Write use_distributed_optimizer: false."
+        yield "megatron-core cannot shard optim: sgd. Write use_distributed_optimizer: false."
     if token_budget == "auto":
-        yield "token_budget: auto is measured by backend: fsdp alone. Write a number of tokens."
+        yield "token_budget: auto works only with backend: fsdp. Write a number of tokens."
     if token_budget is not None and config.infer_batch_size is not None:
         yield (
-            f"infer_batch_size is {config.infer_batch_size}, but token_budget says what a micro-batch holds, of those "
-            "that are only scored too. Remove one of them."
+            f"infer_batch_size is {config.infer_batch_size}, but token_budget already sets the size of every "
+            "micro-batch, also of scored ones. Remove one of the two keys."
         )
     if gradient_checkpointing and config.recompute_granularity == "selective":
         yield (
@@ -150,5 +150,5 @@ def key_mistakes(
             "selective. Remove one of them."
         )
     if gradient_checkpointing and config.moe_layer_recompute:
-        yield "gradient_checkpointing: true recomputes whole layers, those of experts too. Remove moe_layer_recompute."
+        yield "gradient_checkpointing: true recomputes all layers, also of experts. Remove moe_layer_recompute."
     yield from setting_mistakes(settings)

@@ -21,6 +21,8 @@ from trainers.backends.megatron.settings import MegatronSettings, dense_mistakes
 from trainers.backends.own_code import own_code_mistake
 from trainers.configuration.roles import LEARNS, backend_model
 from trainers.configuration.shared import TrainConfig, megatron_settings
+from trainers.configuration.tuners import trained_parts
+from trainers.data.images.processor import is_vision
 
 
 def check_megatron(config: TrainConfig, groups: DeviceGroups | None, lora: Mapping[str, Any] | None = None) -> None:
@@ -64,6 +66,10 @@ def check_model(
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16  # which auto is on a GPU
     check_made(f"role {role!r}", hf, settings, dtype=dtype, has_adapter=lora is not None)
     if lora is not None:
+        if (parts := trained_parts(config)) and not is_vision(whole):
+            raise ConfigError(
+                f"lora_kwargs: modules_to_save has {parts[0]}, but the model {model} has no vision tower. Remove it."
+            )
         chosen_targets(hf, lora, num_stages=config.pipeline_model_parallel_size)
 
 
@@ -117,8 +123,8 @@ def shape_of(model: str) -> ModelShape | None:
     folder = Path(model).expanduser()
     if folder.is_dir() and any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("model*.safetensors")):
         raise ConfigError(
-            f"backend: megatron reads safetensors, and the model {model} has pytorch_model*.bin alone. Load and save "
-            "it once with transformers, or write backend: fsdp."
+            f"backend: megatron reads safetensors, and the model {model} has only pytorch_model*.bin. Load and save it "
+            "once with transformers, or write backend: fsdp."
         )
     return ModelShape.of(file, "model")
 

@@ -35,5 +35,6 @@ def check_packing(config: Any) -> None:
         if (value := getattr(config, name, None)) is not None:
             raise ConfigError(
                 f"{name} is {value}, but with packing: true a micro-batch holds the tokens of "
-                "per_device_train_batch_size packs, of rows that are only scored too. Remove one of them."
+                "per_device_train_batch_size packs. This also holds for rows that are only scored. Remove one of the "
+                "two keys."
             )

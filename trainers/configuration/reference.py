@@ -20,15 +20,16 @@ class ReferenceConfig(TrainConfig):
     ref_model: str | None = None
     """Folder, hub name or a plugin's model. null: the starting model (with LoRA, the policy without its adapter)."""
     precompute_ref_log_probs: bool = False
-    """Score all rows with the reference before training, then free it; kept in output_dir for a resumed run."""
+    """Score all rows with the reference before training, then free the reference. The scores stay in output_dir for a
+    resumed run."""
     precompute_ref_batch_size: int | None = None
     """Rows that a worker scores at once with the reference. null: per_device_train_batch_size."""
     sync_ref_model: bool = False
     """Let the reference follow the policy (TR-DPO, arXiv 2404.09656)."""
     ref_model_mixup_alpha: float = 0.6
-    """The reference becomes this share of the policy and the rest of itself."""
+    """Share of the policy when it is mixed into the reference."""
     ref_model_sync_steps: int = 512
-    """Optimizer steps between these."""
+    """Optimizer steps between mixing the policy into the reference."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

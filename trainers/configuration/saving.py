@@ -13,48 +13,50 @@ class SavingConfig:
 
     # Evaluation and checkpoints
     eval_strategy: Literal["steps", "epoch", "no"] = "steps"
-    """When the rows of evaluation are evaluated, besides at the end. steps: every ``eval_steps``. epoch: at the end of
-    every epoch. no: never, not at the end either."""
+    """When to evaluate, in addition to the end. steps: every ``eval_steps``. epoch: at the end of every epoch. no:
+    never, and not at the end."""
     eval_steps: int | None = None
     """Optimizer steps between evaluations. null: only at the end."""
     val_before_train: bool = False
-    """Evaluate before the first step too."""
+    """Also evaluate before the first step."""
     save_strategy: Literal["steps", "epoch", "best", "no"] = "steps"
     """When a checkpoint is saved. steps: every ``save_steps``. epoch: at the end of every epoch. best: after each
-    evaluation that is better than all before. no: only the final model is saved."""
+    evaluation that is better than all earlier ones. no: only the final model is saved."""
     save_steps: int = 500
     """Optimizer steps between checkpoints. 0: only the final model is saved."""
     save_total_limit: int | None = None
     """Checkpoints to keep. The oldest are removed first. The best one is kept if ``metric_for_best_model`` is set."""
     metric_for_best_model: str | None = None
-    """The number of an evaluation (with or without eval_) by which the best checkpoint is known and kept."""
+    """The metric of an evaluation (with or without eval_) that decides which checkpoint is best."""
     greater_is_better: bool | None = None
-    """Whether more of ``metric_for_best_model`` is better. null: unless its name ends in loss."""
+    """Whether a larger ``metric_for_best_model`` is better. null: true, except for names that end in loss."""
     load_best_model_at_end: bool = False
-    """The final model is that of the best checkpoint, unless the last evaluation is better still."""
+    """The final model comes from the best checkpoint, unless the last evaluation is better."""
     early_stop_interval: int | None = None
-    """Checkpoints in a row without a better ``metric_for_best_model`` after which the run ends, as in ms-swift. null:
-    never."""
+    """The run ends after this number of consecutive checkpoints without a better ``metric_for_best_model``, as in
+    ms-swift. null: never."""
     end_after_epochs: int | None = None
-    """The run ends after so many epochs, even if ``max_steps`` or ``num_train_epochs`` is larger. It also holds for a
-    stream. The schedule does not change. null: no limit."""
+    """The run ends after this number of epochs, even if ``max_steps`` or ``num_train_epochs`` is larger. It also
+    applies to a stream. The schedule does not change. null: no limit."""
     resume_from_checkpoint: bool | str | None = None
     """auto (or true): continues from the newest undamaged checkpoint of output_dir; without one, from step 0. A folder:
     continues from that checkpoint."""
     resume_without_manifest: bool = False
-    """Takes a checkpoint without ``manifest.json`` too, although nothing shows that its files are complete."""
+    """Also continues from a checkpoint without ``manifest.json``, although nothing proves that its files are
+    complete."""
     resume_on_failure: int = 0
-    """With Ray: how often a run may continue after workers died or did not answer within ``timeout_s``. All workers are
-    then started anew, and the run continues from its newest checkpoint."""
+    """With Ray: how often a run may continue after workers died or exceeded ``timeout_s``. All workers are then started
+    again, and the run continues from its newest checkpoint."""
     save_before_s: float | None = None
-    """Seconds after the start of the command. The run then finishes its step, saves a checkpoint and ends with exit
-    code 0. null: no limit."""
+    """Seconds from the start of the command. After them, the run finishes its step, saves a checkpoint and ends with
+    exit code 0. null: no limit."""
     stop_grace_s: float | None = None
-    """Seconds that a step has to end after SIGTERM. Then the run reports where it hangs and ends without a checkpoint.
-    null: 20, or twice the longest step so far if that is longer. Saving has at least 60, and twice the longest
-    checkpoint so far."""
+    """Seconds that the current step may take after SIGTERM. A longer step ends the run without a checkpoint, and the
+    run reports where it hangs. null: 20, or twice the longest step so far if that is longer. Saving may take at least
+    60 seconds, or twice the longest checkpoint so far. The first checkpoint may take 0.32 seconds per million
+    parameters, and at most 1800."""
     save_on_interrupt: bool = False
-    """The first Ctrl-C finishes the step, saves a checkpoint and ends the run. The second one interrupts."""
+    """The first Ctrl-C finishes the step, saves a checkpoint and ends the run. The second Ctrl-C interrupts at once."""
 
     @property
     def saves(self) -> bool:
@@ -93,7 +95,7 @@ def _best_mistakes(config: SavingConfig, *, has_rows: bool) -> Iterator[str]:
         for name in [name for name, is_set in asks.items() if is_set]:
             yield f"{name} is set, but metric_for_best_model is not. Set both, or neither."
         if config.save_strategy == "best":
-            yield "save_strategy best saves the best model so far: set metric_for_best_model, the number that says it."
+            yield "save_strategy best saves the best model so far. Set metric_for_best_model, the metric that decides."
         return
     if config.early_stop_interval is not None and config.save_strategy == "best":
         yield (

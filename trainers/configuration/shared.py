@@ -75,56 +75,59 @@ class RunConfig:
     model: str
     """Folder, hub name, or the name of a model that a plugin registered."""
     tokenizer: str | None = None
-    """Folder or hub name. null: the model's own."""
+    """Folder or hub name. null: the model's tokenizer."""
     chat_template: str | None = None
-    """A Jinja template, or a file that holds one. null: the tokenizer's own."""
+    """A Jinja template, or a file that holds one. null: the tokenizer's template."""
     model_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of AutoModelForCausalLM.from_pretrained."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model or tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The precision of the forward pass. auto: bfloat16 on GPUs that have it, else float32. Trained weights are
+    """The precision of the forward pass. auto: bfloat16 on GPUs that support it, else float32. Trained weights are
     float32."""
 
     # Data
     dataset: Any
-    """JSONL, JSON, Parquet or CSV files (globs, lists), a folder, a hub name, a plugin's dataset, or a list of rows."""
+    """JSONL, JSON, Parquet or CSV files (globs, lists), a folder, a hub name, a plugin's dataset, or rows."""
     dataset_split: str = "train"
     """The split of a folder or hub dataset to train on."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Columns to rename, from the data's name to ours: {question: prompt}."""
+    """Columns to rename, from the data's names to RayHelper's names: {question: prompt}."""
     prompt_template: str | None = None
     """Writes ``prompt`` from the other columns: 'Question: {question}'."""
     system: str | None = None
     """System message for every conversation that has none. A text prompt then becomes a conversation."""
     model_name: list[str] | None = None
-    """The name for {{NAME}} in the rows of swift/self-cognition. Two names: the Chinese and the English one."""
+    """The name for {{NAME}} in the rows of swift/self-cognition. Two names: first the Chinese one, then the English
+    one."""
     model_author: list[str] | None = None
-    """The author for {{AUTHOR}} in the same rows, one or two names."""
+    """The author for {{AUTHOR}} in the rows of swift/self-cognition. Two names: first the Chinese one, then the English
+    one."""
     shuffle_dataset: bool = True
-    """Go through the rows in a new random order every epoch."""
+    """Read the rows in a new random order in every epoch."""
     external_plugins: list[str] = field(default_factory=list)
     """Python files or modules that register reward functions, datasets and models."""
     seed: int = 42
-    """The seed of shuffling, sampling, dropout and new weights."""
+    """The random seed for shuffling, sampling, dropout and new weights."""
 
     defaults: Literal["trl", "ms-swift"] = "trl"
-    """The system whose defaults hold for keys that a file does not give. Some keys also have its meaning. For a file
-    with a key that only ms-swift has, it is ms-swift. In Python the defaults are the class's."""
+    """The system whose defaults apply to keys that a file does not give. Some keys also take the meaning of that
+    system. For a file with a key that only ms-swift has, it is ms-swift. In Python, the defaults of the class apply."""
 
     # Output
     output_dir: str = "outputs"
-    """Folder of the trained model (final), checkpoints, metrics and the resolved configuration."""
+    """Folder for the trained model (final), checkpoints, metrics and the resolved configuration."""
     run_name: str | None = None
-    """Name of the run in trackers."""
+    """The run's name in trackers."""
     logging_steps: int = 10
-    """Optimizer steps between lines on the console; the metrics files hold every step."""
+    """Optimizer steps between lines on the console. The metrics files hold every step."""
     log_level: Literal["passive", "debug", "info", "warning", "error", "critical"] = "passive"
-    """Of the console. passive: libraries speak when something is wrong; all of it is in ``output_dir/logs``."""
+    """The console's log level. passive: libraries show only warnings and errors. ``output_dir/logs`` has all lines."""
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """Trackers: tensorboard, wandb, swanlab, mlflow, trackio, a tracker of a plugin, none."""
+    """Trackers: tensorboard, wandb, swanlab, mlflow, trackio, a plugin's tracker, or none."""
     report_every: int = 0
-    """Optimizer steps between writings of report.html, the page about the run. 0: only at the end of the run."""
+    """Optimizer steps between updates of report.html, the page about the run. 0: the page is written only at the
+    end."""
     trace: bool = False
     """Record every call of every role in ``output_dir/trace.json.gz``, which ``rayhelper timeline`` shows."""
 
@@ -132,15 +135,16 @@ class RunConfig:
     use_ray: bool = False
     """Run the roles in workers on a Ray cluster. false: in this process."""
     device_groups: dict[str, Any] | str | None = None
-    """Which roles run on which devices, as a mapping or JSON. null: all roles in one worker."""
+    """The devices of each role, as a mapping or JSON. null: all roles in one worker."""
     ray_address: str | None = None
     """The Ray cluster to join. null: RAY_ADDRESS, else a cluster on this machine."""
     timeout_s: float | None = None
-    """Seconds that a call to a role may take, unless device_groups says it. It also holds for the driver. null: no
+    """Seconds that a call to a role may take, unless device_groups sets it. It also applies to the driver. null: no
     limit."""
     env: dict[str, str | int | float] = field(default_factory=dict)
-    """Environment variables of every process; they win over the shell's, and a group's own ``env`` over them. Files and
-    trackers show secrets such as HF_TOKEN as ***. A file that is read with *** takes the value of the shell."""
+    """Environment variables of every process. They override the shell's, and a group's own ``env`` overrides them.
+    Files and trackers show secrets such as HF_TOKEN as ***. For *** in a file that is read, the shell's value is
+    used."""
 
     def __post_init__(self) -> None:
         check_run(self)
@@ -174,109 +178,111 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     """The backend that trains and scores models. fsdp: transformers and torch. megatron: megatron-core, which is
     installed separately and divides a model over workers."""
     new_special_tokens: list[str] = field(default_factory=list)
-    """Tokens to add to tokenizer and model. Or .txt files with such tokens, separated by spaces or lines."""
+    """Tokens to add to tokenizer and model, or .txt files with such tokens, separated by spaces or lines."""
     fsdp_sharding_strategy: Literal["full_shard", "no_shard"] = "full_shard"
     """full_shard: weights, gradients and optimizer are sharded over the train workers (FSDP2). no_shard: each worker
     has all of them (DDP)."""
     fsdp_reshard_after_forward: bool = True
     """Free a layer's gathered weights between forward and backward (ZeRO-3); false keeps them (ZeRO-2)."""
     optimizer_offload: bool = False
-    """The optimizer's states are in the memory of the host but when it changes the weights."""
+    """Keep the optimizer states in the memory of the host, except while the optimizer changes the weights."""
     cuda_graphs: bool = True
-    """Run passes that learn as CUDA graphs, where a single GPU trains a whole model in bfloat16 and no vLLM shares it.
+    """Run training passes as CUDA graphs. It needs a single GPU, a whole model in bfloat16, and no vLLM on that GPU.
     The rows of a pass are joined, as with ``padding_free``. The numbers are the same except for rounding."""
     torch_compile: bool | Literal["auto"] = "auto"
-    """Compile the model's layers: the first step takes longer, later steps are faster. auto: compile passes that learn
-    as CUDA graphs, if the run has at least 20 steps."""
+    """Compile the model's layers: the first step takes longer, later steps are faster. auto: compile training passes
+    that run as CUDA graphs, if the run has at least 20 steps."""
     activation_memory_budget: float = 1.0
     """With ``torch_compile: true``: the share of a layer's activations that is kept for the backward pass. The rest is
-    computed again, the cheapest operations first. 0.9 drops the values between matrix products. 0 keeps only the
-    layer's input."""
+    computed again, the cheapest operations first. 0.9 frees values between matrix products. 0 keeps only the layer's
+    input."""
     logits_memory_gib: float | None = None
-    """GiB per worker for the logits of the backward pass. Further logits are computed again. null: 3, and 0 under
-    gradient_checkpointing or recompute_granularity full."""
+    """GiB per worker for the logits of the backward pass. Logits above this limit are computed again. null: 3, or 0
+    with gradient_checkpointing or recompute_granularity full."""
     fsdp_offload_params: bool = False
     """Keep the shards and the optimizer in the memory of the host."""
     sequence_parallel_size: int = 1
-    """Workers that divide every sequence among them, for long sequences (Ulysses). These consecutive workers get the
-    same rows, and count once. It divides the workers of each role with a model, and the model's attention heads."""
+    """Workers that divide every sequence among them, for long sequences (Ulysses). They are consecutive, get the same
+    rows, and count as one worker. It must divide the model's attention heads, and the workers of each role with a
+    model."""
 
     # Evaluation data
     eval_dataset: Any = None
-    """As ``dataset``. null: no evaluation."""
+    """The rows for evaluation, in the same forms as ``dataset``. null: no evaluation."""
     eval_dataset_split: str = "test"
     """The split of ``eval_dataset``."""
     split_dataset_ratio: float = 0.0
-    """Without ``eval_dataset``, the share of the rows of ``dataset`` that are evaluated and never learned from."""
+    """Without ``eval_dataset``: the share of the rows of ``dataset`` for evaluation. They are not trained on."""
     split_dataset_rows: Literal["random", "last"] = "random"
-    """The rows that ``split_dataset_ratio`` holds out of each source: drawn at random, or its last ones."""
+    """Which rows of each source ``split_dataset_ratio`` holds out: random rows, or the last rows."""
     skip_broken_rows: bool = False
-    """Leave out rows that the trainer cannot use (no prompt, null, a number, not UTF-8), and say how many. false: end
-    before the start and name them."""
+    """Leave out rows that the trainer cannot use (no prompt, null, a number, not UTF-8), and report their number.
+    false: refuse to start."""
 
     # Optimization
     learning_rate: float = 2e-5
-    """The optimizer's, after warm-up."""
-    optim: Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "rmsprop", "adagrad"] = "adamw_torch"
-    """transformers' names of optimizers; AdamW is fused on a GPU under either name."""
+    """Learning rate of the optimizer after warm-up."""
+    optim: Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "rmsprop", "adagrad", "muon"] = "adamw_torch"
+    """An optimizer, by its name in transformers. On a GPU, both names of AdamW mean the fused one. muon: Muon for
+    matrices (arXiv 2502.16982), and AdamW for embeddings, the head and all other weights."""
     optim_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the optimizer, such as {momentum: 0.9} of sgd."""
+    """Further arguments of the optimizer, such as {momentum: 0.9} for sgd."""
     weight_decay: float = 0.0
-    """The optimizer's; biases and norms do not decay."""
+    """Weight decay of the optimizer. Biases and norms do not decay."""
     adam_beta1: float = 0.9
-    """Decay of AdamW's mean of gradients."""
+    """Decay of AdamW's running mean of gradients."""
     adam_beta2: float = 0.999
-    """Decay of AdamW's mean of squared gradients."""
+    """Decay of AdamW's running mean of squared gradients."""
     adam_epsilon: float = 1e-8
-    """Added to the root of that mean."""
+    """AdamW adds it to the root of the running mean of squared gradients."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm. 0: never."""
+    """Larger gradients are scaled down to this norm. 0: no limit."""
     max_bad_steps: int = 3
     """A step whose loss or gradient norm is not finite changes nothing. This number of such steps in a row ends the
     run."""
     lr_scheduler_type: str = "linear"
     """One of transformers' schedules: linear, cosine, constant, constant_with_warmup, ..."""
     lr_scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the schedule, such as {min_lr: 1e-6} of cosine_with_min_lr."""
+    """Further arguments of the schedule, such as {min_lr: 1e-6} for cosine_with_min_lr."""
     warmup_steps: int = 0
     """Optimizer steps in which the learning rate rises from 0."""
     warmup_ratio: float = 0.0
-    """Share of all steps to warm up for, where ``warmup_steps`` is 0."""
+    """Share of all steps that are warm-up, if ``warmup_steps`` is 0."""
     dataloader_drop_last: bool = False
-    """Drop the last micro-batch of an epoch if it is incomplete. With ``global_batch_size`` it is the last step. For
-    GRPO it is the last generation, for PPO the last batch."""
+    """Drop the last micro-batch of an epoch if it is incomplete. With ``global_batch_size``, drop the last step
+    instead. GRPO drops the last generation, PPO the last batch."""
     group_by_length: bool = False
-    """Put rows of about the same length into a step, as Hugging Face's length-grouped sampler does."""
+    """Put rows of similar length into one step, as Hugging Face's length-grouped sampler does."""
     num_train_epochs: float = 3.0
-    """Times to go through the rows; may be a fraction."""
+    """Number of passes through the rows. It may be a fraction."""
     max_steps: int = -1
-    """Optimizer steps in all; overrides ``num_train_epochs`` where positive. -1: no limit."""
+    """Total number of optimizer steps. A positive number overrides ``num_train_epochs``. -1: no limit."""
     per_device_train_batch_size: int = 8
     """Sequences that a worker passes through the model at once (the micro-batch)."""
     gradient_accumulation_steps: int = 1
-    """Micro-batches of a worker in an optimizer step."""
+    """Micro-batches per worker and optimizer step."""
     global_batch_size: int | None = None
     """Sequences per optimizer step, over all workers. null: per_device_train_batch_size x gradient_accumulation_steps x
-    workers (workers of one divided model, or of one sequence, count once). If it is set, do not set
+    workers. Workers that share one model or one sequence count as one. Set either this key or
     gradient_accumulation_steps."""
     token_budget: int | Literal["auto"] | None = None
-    """Tokens that a micro-batch holds at most, padding included. null: per_device_train_batch_size counts sequences
-    instead. A longer sequence is a micro-batch of its own. auto (backend: fsdp): a GPU measures the first passes of the
-    first step. It takes as many tokens as fit and save time. The numbers are the same except for rounding. A file that
-    gives neither key has auto, unless its numbers depend on the micro-batch."""
+    """Largest number of tokens per micro-batch, with padding. A longer sequence is a micro-batch of its own. null:
+    per_device_train_batch_size counts sequences instead. auto (backend: fsdp): the GPU measures the first passes, and
+    chooses the fastest number that fits. The numbers are the same except for rounding. A file without both keys uses
+    auto, unless its numbers depend on the micro-batch."""
     padding_free: bool = False
-    """Pass the sequences of a micro-batch through the model as one row of documents, without padding; backend: megatron
-    always does."""
+    """Pass the sequences of a micro-batch through the model as one row of documents, without padding. backend: megatron
+    always does this."""
     gradient_checkpointing: bool | Literal["auto"] = False
     """Compute activations twice instead of keeping them: less memory, more time. auto (backend: fsdp; the default of a
-    file): only if ``rayhelper plan`` finds no room for them on the GPU."""
+    file): only if ``rayhelper plan`` finds too little memory for them."""
     disable_dropout: bool = True
-    """Train without dropout, the model's and the adapter's."""
+    """Train without dropout in model and adapter."""
     router_aux_loss_coef: float = 0.0
-    """Weight of the loss that keeps the use of experts even (backend: fsdp). It is added to the trainer's loss."""
+    """Weight of the auxiliary loss that balances the experts (backend: fsdp). It is added to the trainer's loss."""
     peak_tflops: float | None = None
-    """Peak speed of a device, in 10^12 floating-point operations per second, for ``throughput/mfu``. null: known of
-    common GPUs (bfloat16), and without it no mfu."""
+    """Peak speed of a device, in 10^12 floating-point operations per second, for ``throughput/mfu``. null: RayHelper
+    knows common GPUs (bfloat16). For other GPUs there is no mfu."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -399,9 +405,9 @@ def check_shared(config: TrainConfig) -> None:
     check_seconds(config, "save_before_s", "stop_grace_s")
     if config.resume_on_failure and not config.use_ray:
         raise ConfigError(
-            f"resume_on_failure is {config.resume_on_failure}, but only with use_ray the workers are other processes "
-            "than the one that starts them anew. Set use_ray: true. Under torchrun give the launcher --max-restarts, "
-            "and the run resume_from_checkpoint: auto."
+            f"resume_on_failure is {config.resume_on_failure}, but only with use_ray another process can start the "
+            "workers again. Set use_ray: true. Under torchrun give the launcher --max-restarts, and the run "
+            "resume_from_checkpoint: auto."
         )
     resume = config.resume_from_checkpoint
     if not resume:
@@ -429,8 +435,8 @@ def check_sections(groups: DeviceGroups) -> None:
         for key in settings:
             hint = nearest(key, SECTION_KEYS, " (did you mean {!r}?)")
             raise ConfigError(
-                f"section {role!r} has the key {key!r}{hint}: a section says where its role runs "
-                f"({', '.join(SECTION_KEYS)}). Move other keys to the top level, where they hold for all roles."
+                f"section {role!r} has the key {key!r}{hint}. A section decides where its role runs "
+                f"({', '.join(SECTION_KEYS)}). Move other keys to the top level, where they apply to all roles."
             )
 
 
@@ -506,11 +512,11 @@ def megatron_settings(config: TrainConfig) -> MegatronSettings:
 
 def _check_adapter(config: TrainConfig) -> None:
     """Raises ConfigError for LoRA and optimizer keys that nobody would read, and sharding keys that say two things."""
-    if not config.optim.startswith("adamw"):
+    if config.optim != "muon" and not config.optim.startswith("adamw"):
         unread(config, f"optim is {config.optim}", "adam_beta1", "adam_beta2", "adam_epsilon")
-    if config.optim == "adafactor" and config.fsdp_sharding_strategy == "full_shard":
+    if config.optim in ("adafactor", "muon") and config.fsdp_sharding_strategy == "full_shard":
         raise ConfigError(
-            "optim: adafactor looks at whole weights, which do not lie in shards: set fsdp_sharding_strategy: no_shard"
+            f"optim: {config.optim} needs whole weights, which are sharded. Set fsdp_sharding_strategy: no_shard"
         )
     check_tuner(config, backend=config.backend, max_steps=config.max_steps)
     if config.tuner_type == "full":
@@ -554,10 +560,10 @@ def _check_schedule(name: str, kwargs: dict[str, Any]) -> None:
 
 
 def sequences_per_step(config: TrainConfig, num_shards: int, saved_order: Mapping[str, Any] | None = None) -> int:
-    """Sequences that one optimizer step learns from, over all workers. Those of a shard hold one model together.
+    """Sequences that one optimizer step learns from, over all workers. Workers of a shard hold one model together.
 
-    A resumed run (``saved_order``: see ``run.saved_order``) keeps those it began with, however many workers it has now,
-    unless the configuration says them outright.
+    A resumed run (``saved_order``: see ``run.saved_order``) keeps its number with any number of workers, unless the
+    configuration sets it directly.
     """
     if config.global_batch_size is not None:
         return config.global_batch_size
@@ -567,7 +573,7 @@ def sequences_per_step(config: TrainConfig, num_shards: int, saved_order: Mappin
 
 
 def order_of(config: TrainConfig) -> dict[str, Any]:
-    """What ``data.rows.Batches`` is told of the order in which a run goes through its rows."""
+    """The arguments of ``data.rows.Batches`` that decide the order of the rows."""
     return {"seed": config.seed, "shuffle": config.shuffle_dataset, "drop_last": config.dataloader_drop_last}
 
 

@@ -16,6 +16,7 @@ BITS = ("load_in_4bit", "load_in_8bit")
 OF_FOUR_BITS = ("bnb_4bit_quant_type", "use_bnb_nested_quant")
 MANY_STEPS = 10**9  # where the length of a run is not known yet
 ADALORA = "adalora"  # which shares lora_alpha and lora_dropout with LoRA
+PARTS = ("vit", "aligner")  # of a vision model, as modules_to_save names them: the vision tower and what fits it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,29 +26,29 @@ class TunerConfig:
     # Tuner
     tuner_type: Literal["full", "lora", "adalora", "boft", "fourierft", "ia3", "miss", "vera"] = "full"
     """Train all weights, a LoRA adapter beside them (arXiv 2106.09685), or another of peft's adapters (backend: fsdp).
-    miss was called Bone."""
+    miss is the adapter that was called Bone."""
     lora_rank: int = 8
     """Rank of the adapter's matrices."""
     lora_alpha: float = 32
-    """The adapter is multiplied by lora_alpha / lora_rank; adalora's by lora_alpha / init_r."""
+    """The adapter is multiplied by lora_alpha / lora_rank. With adalora it is lora_alpha / init_r."""
     lora_dropout: float = 0.0
-    """Dropout of the adapter's input, also of adalora. None with ``disable_dropout``, as in TRL."""
+    """Dropout of the adapter's input (lora and adalora). With ``disable_dropout`` there is none, as in TRL."""
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Names of the layers that get an adapter. all-linear: every linear layer but the head, and others named beside it
-    (backend: fsdp). auto: the layers that peft chooses for the architecture (backend: fsdp)."""
+    """Names of the layers that get an adapter. all-linear: every linear layer except the head. You may name more layers
+    after it (backend: fsdp). auto: the layers that peft chooses for the architecture (backend: fsdp)."""
     lora_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of peft's LoraConfig, such as {use_rslora: true}."""
     tuner_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Fields of peft's configuration of another tuner than lora: {init_r: 12, target_r: 8} of its AdaLoraConfig."""
+    """Fields of peft's configuration for a tuner other than lora. For adalora, such as {init_r: 12, target_r: 8}."""
     load_in_4bit: bool = False
     """With ``tuner_type: lora``: bitsandbytes quantizes the weights of the model to 4 bits (QLoRA, arXiv 2305.14314).
     The adapter is not quantized."""
     load_in_8bit: bool = False
-    """The same with 8 bits (arXiv 2208.07339)."""
+    """With ``tuner_type: lora``: quantize the weights of the model to 8 bits (arXiv 2208.07339)."""
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
-    """What 4 bits stand for: quantiles of a normal distribution, or numbers with exponents."""
+    """Data type of load_in_4bit. nf4: quantiles of a normal distribution. fp4: floating-point numbers."""
     use_bnb_nested_quant: bool = False
-    """Also quantize the scales of the 4 bits."""
+    """With load_in_4bit: also quantize the scales."""
 
     @property
     def has_adapter(self) -> bool:
@@ -78,6 +79,12 @@ def peft_fields(config: TunerConfig, *, disable_dropout: bool) -> dict[str, Any]
     return fields
 
 
+def trained_parts(config: Any) -> list[str]:
+    """The parts of a vision model that learn themselves beside an adapter of its language model."""
+    asked = config.lora_kwargs.get("modules_to_save") or () if config.tuner_type == "lora" else ()
+    return [one for one in asked if one in PARTS]
+
+
 def check_tuner(config: TunerConfig, *, backend: str, max_steps: int) -> None:
     """Raises ConfigError for keys of a tuner that nobody would read, or whose values have no meaning together.
 
@@ -106,6 +113,8 @@ def check_tuner(config: TunerConfig, *, backend: str, max_steps: int) -> None:
         if key not in known:
             hint = nearest(key, known, DID_YOU_MEAN)
             raise ConfigError(f"{name} must be one of {', '.join(known)}; got {key!r}.{hint}")
+    if trained_parts(config) and set(trained_parts(config)) != set(PARTS):
+        raise ConfigError(f"lora_kwargs: modules_to_save has {trained_parts(config)[0]}. Write both: [vit, aligner]")
     if tuner not in ("full", "lora"):
         steps = max_steps if max_steps > 0 else MANY_STEPS
         peft_config(tuner, peft_fields(config, disable_dropout=False), num_training_steps=steps)
@@ -161,8 +170,8 @@ def quantization_mistake(config: TunerConfig, strategy: str, workers: Mapping[st
     for role, count in workers.items():
         if count > 1 and strategy != "no_shard":
             return (
-                f"{key}: quantized weights do not lie in shards, and role {role} has {count} workers. Write "
-                "fsdp_sharding_strategy: no_shard, by which each worker has all of them"
+                f"{key}: quantized weights cannot be sharded, and role {role} has {count} workers. Write "
+                "fsdp_sharding_strategy: no_shard, with which each worker has all weights"
             )
     return None
 

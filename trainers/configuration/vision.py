@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rayhelper import ConfigError
+from trainers.configuration.tuners import trained_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,18 +19,21 @@ class VisionConfig:
 
     # Vision models
     max_pixels: int | None = None
-    """Pixels (width x height) of a picture; larger ones are made smaller. null: as the model's processor does it."""
+    """Largest number of pixels (width x height). Larger pictures are made smaller. null: the limit of the model's
+    processor."""
     image_processor_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the model's image processor, for all roles, such as max_pixels for Qwen."""
+    video_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the model's video processor, for all roles, such as fps, max_frames and size."""
     image_urls: bool = False
-    """Download pictures of http addresses. false: rows with an address are broken."""
+    """Download pictures and videos from http addresses. false: rows with an address count as broken."""
     freeze_vit: bool | None = None
-    """The vision tower does not learn. With an adapter: the tower gets no adapter. null: true with an adapter and with
-    backend: megatron, else false."""
+    """The vision tower is not trained, and gets no adapter. null: true with an adapter or with backend: megatron, else
+    false."""
     freeze_aligner: bool | None = None
-    """The same of the aligner."""
+    """The aligner is not trained, and gets no adapter. null: the same rule as for freeze_vit."""
     freeze_llm: bool = False
-    """The same of the language model."""
+    """The language model is not trained, and gets no adapter."""
     vit_lr: float | None = None
     """Learning rate of the vision tower. null: ``learning_rate``."""
     aligner_lr: float | None = None
@@ -37,11 +41,12 @@ class VisionConfig:
 
 
 def vision_settings(config: Any, *, trains: bool = True) -> dict[str, Any]:
-    """What the backend is told: how pictures are processed; where it ``trains``, the parts that do not learn and the
-    learning rates of the others."""
+    """What the backend is told: how pictures and videos are processed; where it ``trains``, the parts that do not learn
+    and the learning rates of the others."""
+    processing = {"processing": config.image_processor_kwargs, "videos": config.video_processor_kwargs}
     if not trains:
-        return {"processing": config.image_processor_kwargs}
-    unsaid = config.has_adapter or config.backend == "megatron"
+        return processing
+    unsaid = not trained_parts(config) and (config.has_adapter or config.backend == "megatron")
     frozen = {
         "vit": unsaid if config.freeze_vit is None else config.freeze_vit,
         "aligner": unsaid if config.freeze_aligner is None else config.freeze_aligner,
@@ -49,7 +54,7 @@ def vision_settings(config: Any, *, trains: bool = True) -> dict[str, Any]:
     }
     rates = {"vit": config.vit_lr, "aligner": config.aligner_lr}
     return {
-        "processing": config.image_processor_kwargs,
+        **processing,
         "frozen": [part for part, is_frozen in frozen.items() if is_frozen],
         "rates": {part: rate for part, rate in rates.items() if rate is not None},
     }
@@ -63,6 +68,10 @@ def check_vision(config: VisionConfig) -> None:
             raise ConfigError(f"{name} must be at least 0; got {value}")
     if config.max_pixels is not None and config.max_pixels < 1:
         raise ConfigError(f"max_pixels must be at least 1; got {config.max_pixels}")
+    if trained_parts(config) and (config.freeze_vit or config.freeze_aligner):
+        raise ConfigError(
+            "lora_kwargs: modules_to_save has vit and aligner, but freeze_vit or freeze_aligner is true. Remove one."
+        )
     told = vision_settings(config)
     if len(told["frozen"]) == 3:
         raise ConfigError(

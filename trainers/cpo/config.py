@@ -35,7 +35,7 @@ class PairConfig(TrainConfig):
 
     # Loss
     beta: float = 0.1
-    """Weight of the difference between the two completions."""
+    """Weight of the difference between the log-probabilities of the two completions."""
 
     # Evaluation
     per_device_eval_batch_size: int = 8
@@ -64,11 +64,11 @@ class CPOConfig(PairConfig):
     cpo_alpha: float = 1.0
     """Weight of the likelihood of the chosen completions."""
     simpo_gamma: float = 0.5
-    """Margin by which the chosen completion shall be ahead, of loss_type simpo."""
+    """With loss_type simpo: the margin by which the chosen completion must win."""
     alpha: float = 0.0
-    """Shape of the rewards (AlphaPO, arXiv 2501.03884). 0: log-probabilities."""
+    """Shape of the rewards (AlphaPO, arXiv 2501.03884). 0: the rewards are log-probabilities."""
     label_smoothing: float = 0.0
-    """Share of pairs taken to be the wrong way round, in sigmoid and simpo."""
+    """Share of pairs that are assumed to be labelled wrongly (sigmoid and simpo)."""
 
     def __post_init__(self) -> None:
         if self.loss_type == "alphapo":  # type: ignore[comparison-overlap]

@@ -161,7 +161,7 @@ def in_column(
         if not isinstance(message.get("content"), (str, list)) and not message.get("tool_calls"):
             return name, f"message {number} has no content"
         if media := _media(message.get("content"), seen):
-            return name, f"message {number} has a part of type {media!r}, which is not seen here"
+            return name, f"message {number} has a part of type {media!r}, which this run cannot read"
     return None
 
 

@@ -48,4 +48,5 @@ def _add(digest: Any, value: Any) -> None:
 
 
 def _sources(pictures: Any) -> Any:
-    return [_sources(one) if isinstance(one, tuple) else one.source for one in pictures]
+    inner = (one if isinstance(one, tuple) else one.source for one in pictures)
+    return [_sources(one) if isinstance(one, tuple) else one for one in inner]

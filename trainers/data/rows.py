@@ -29,7 +29,7 @@ from trainers.batch import Ragged, Sequences
 from trainers.data.answers import OWN_KEYS, Answer, answers_of
 from trainers.data.broken_rows import warn_left_out
 from trainers.data.formats import in_our_columns, with_names
-from trainers.data.images.conversations import COLUMNS, encoded
+from trainers.data.images.conversations import COLUMNS, OF_KINDS, encoded
 from trainers.data.images.pictures import Pictures
 from trainers.data.images.processor import ImageReader
 from trainers.data.loss_scale import LossScale
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-MEDIA = (*COLUMNS, "rejected_images", "videos", "video", "audios", "audio")
+MEDIA = (*COLUMNS, "rejected_images", "audios", "audio")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 TruncationMode = Literal["keep_start", "keep_end", "drop"]
 PromptTruncation = Literal["left", "error"]
@@ -60,6 +60,7 @@ def load_rows(
     skip_broken: bool = False,
     names: Mapping[str, Sequence[str] | None] | None = None,
     images: bool = False,
+    no_videos: str | None = None,
 ) -> Dataset:
     """The rows of ``source`` as one ``datasets.Dataset`` in one of TRL's formats.
 
@@ -70,7 +71,7 @@ def load_rows(
     ShareGPT ``conversations`` and ms-swift's columns become ``messages``, or ``prompt``, ``chosen`` and ``rejected``
     (``formats.py``, which also says what ``names`` are). What was to be changed in a broken row is null afterwards, or
     as it was: ``broken_rows.py`` finds them. ``skip_broken``: as ``read_source``. ``images``: the model sees
-    pictures, so that rows may have some (``images/conversations.py``).
+    pictures, so that rows may have some (``images/conversations.py``), and videos unless ``no_videos`` says why not.
 
     Raises FileNotFoundError or ValueError saying what is wrong with the source and what there is instead.
     """
@@ -81,6 +82,8 @@ def load_rows(
         rows = rows.select(range(min(max_rows, len(rows))))
     rows = encoded(rows)
     check_seen(rows, MEDIA[len(COLUMNS) :] if images else MEDIA)
+    if no_videos is not None:
+        check_seen(rows, OF_KINDS["video"], no_videos)
     rows = _sharegpt_converted(_renamed(rows, columns or {}))
     if prompt_template is None and (not columns or {"query", "response"} & set(columns.values())):
         rows = in_our_columns(rows)  # other columns say themselves what they are
@@ -92,8 +95,11 @@ def load_rows(
     return rows
 
 
-def check_seen(rows: Dataset, media: Sequence[str] = MEDIA) -> None:
-    """Raises ValueError for rows with images, videos or sounds, of which the model would see nothing."""
+def check_seen(rows: Dataset, media: Sequence[str] = MEDIA, reason: str | None = None) -> None:
+    """Raises ValueError for rows with images, videos or sounds, of which the model would see nothing.
+
+    ``reason``: why it would not, and what to do.
+    """
     import pyarrow.compute as pc
     from pyarrow import types
 
@@ -102,13 +108,13 @@ def check_seen(rows: Dataset, media: Sequence[str] = MEDIA) -> None:
         is_listed = types.is_list(column.type) or types.is_large_list(column.type)
         sizes = pc.list_value_length(column) if is_listed else pc.is_valid(column)
         if count := pc.sum(pc.greater(sizes.cast("int64"), 0)).as_py():
+            if reason is not None:
+                raise ValueError(f"{count} of {len(rows)} rows have {name}: {reason}.")
             raise ValueError(
-                f"{count} of {len(rows)} rows have {name}, which are not seen here: they would be learned as the text "
-                f"around them. Vision models see images in SFT, DPO, CPO, SimPO, ORPO, KTO, reward models, "
-                f"classifiers, embedding models, rerankers, GRPO, PPO, GKD and sampling, with engines hf "
-                f"(rollout_engine: hf), where all models of the run see them. Schedulers and environments of "
-                f"GKD do not show them. "
-                f"Take them out, or the column {name!r} if nothing is to be seen in it."
+                f"{count} of {len(rows)} rows have {name}, which this run cannot read: the model would learn only the "
+                "text around them. Images and videos need a vision model, for every model of the run. All trainers "
+                "take them, except pretraining with packing_strategy: wrapped. Schedulers and environments of GKD do "
+                f"not take them. Remove these rows, or the column {name!r} if the model needs no {name}."
             )
 
 
@@ -189,7 +195,7 @@ def _with_system(row: dict[str, Any], system: str) -> dict[str, Any]:
 
 
 def prompt_of(row: Mapping[str, Any]) -> Any:
-    """What is to be completed in a row: its ``prompt``, or its ``messages`` without a last turn of the assistant."""
+    """The prompt of a row: its ``prompt``, or its ``messages`` without a last turn of the assistant."""
     if row.get("prompt") is not None:
         return row["prompt"]
     if row.get("messages"):

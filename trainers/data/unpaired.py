@@ -209,6 +209,6 @@ def _prompt_and_completion(row: Mapping[str, Any]) -> tuple[Any, Any]:
     if row.get("messages"):
         return row["messages"][:-1], row["messages"][-1:]
     raise ValueError(
-        "a row to judge has 'prompt', 'completion' and 'label', or 'messages' and 'label', or 'chosen' and 'rejected'; "
-        f"this one has {', '.join(name for name, value in row.items() if value is not None)}. Rename with `columns`."
+        "a row of KTO has 'prompt', 'completion' and 'label', or 'messages' and 'label', or 'chosen' and 'rejected'. "
+        f"This row has {', '.join(name for name, value in row.items() if value is not None)}. Rename with `columns`."
     )

@@ -39,16 +39,17 @@ class DPOConfig(ReferenceConfig):
 
     # Loss
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
-    """One or several of sigmoid, cdpo, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired,
-    apo_zero, apo_down, discopop, sft, sigmoid_norm. Formulas and papers are in losses/preference.py."""
+    """One type, or several. For pairs: sigmoid, sigmoid_norm, cdpo, hinge, ipo, exo_pair, robust, discopop. For each
+    completion: nca_pair, bco_pair, sppo_hard, apo_zero, apo_down. For sorted pairs of a step: aot, aot_unpaired. For
+    the chosen completion: sft. Formulas and papers are in losses/preference.py."""
     loss_weights: list[float] | None = None
-    """One a loss type. null: 1 for each."""
+    """One weight per loss type. null: 1 for each."""
     rpo_alpha: float | None = None
-    """Adds the loss type sft with this weight (RPO, arXiv 2404.19733). null: does not."""
+    """Adds the loss type sft with this weight (RPO, arXiv 2404.19733). null: it is not added."""
     beta: float = 0.1
-    """How strongly the policy is held to the reference; more: closer."""
+    """How strongly the policy is held to the reference. A larger value keeps it closer."""
     label_smoothing: float = 0.0
-    """Share of pairs taken to be the wrong way round, in cdpo, robust, exo_pair, aot and aot_unpaired."""
+    """Share of pairs that are assumed to be labelled wrongly (cdpo, robust, exo_pair, aot, aot_unpaired)."""
     f_divergence_type: FDivergenceType = "reverse_kl"
     """Divergence that holds the policy to the reference (f-DPO, arXiv 2309.16240)."""
     f_alpha_divergence_coef: float = 0.5
@@ -58,11 +59,13 @@ class DPOConfig(ReferenceConfig):
     use_weighting: bool = False
     """Weigh each pair by how likely the policy is to write it (WPO, arXiv 2406.11827)."""
     discopop_tau: float = 0.05
-    """Temperature of discopop's mixture."""
+    """Temperature of the mixture in loss type discopop."""
+    bco_shift: bool = False
+    """With bco_pair: subtract the running mean of the rewards over all steps so far (BCO, arXiv 2404.04656)."""
 
     # Reference
     reference_free: bool = False
-    """Compare with no reference: its log-probabilities are 0."""
+    """Train without a reference. Its log-probabilities count as 0."""
 
     # Evaluation
     per_device_eval_batch_size: int = 8
@@ -98,9 +101,12 @@ def check_dpo(config: DPOConfig) -> None:
     for name, user, is_used in (
         ("f_alpha_divergence_coef", "f_divergence_type: alpha_divergence", "alpha" in config.f_divergence_type),
         ("discopop_tau", "loss_type: discopop", "discopop" in types),
+        ("bco_shift", "loss_type: bco_pair", "bco_pair" in types),
     ):
         if getattr(config, name) != defaults[name] and not is_used:
             raise ConfigError(f"{name} is {getattr(config, name)}, which only {user} uses; set that, or remove it")
+    if config.bco_shift and config.ld_alpha is not None:
+        raise ConfigError("bco_shift is a mean over whole completions, and ld_alpha weighs their tokens. Remove one.")
     _check_loss(config, types, weights)
 
 

@@ -19,6 +19,7 @@ class PairCounts:
 
     num_pairs: float
     num_chosen_tokens: float
+    bco_shift: float = 0.0  # subtracted from rewards in bco_pair
 
 
 def dpo_loss(
@@ -60,6 +61,7 @@ def dpo_loss(
         f_alpha_divergence_coef=config.f_alpha_divergence_coef,
         ld_alpha=config.ld_alpha,
         discopop_tau=config.discopop_tau,
+        bco_shift=counts.bco_shift,
     )
     add_preference_metrics(metrics, diagnostics)
     metrics.mean("entropy", (entropy_BT * mask_BT).sum(), mask_BT.sum())
@@ -82,5 +84,5 @@ def share_of_dpo_loss(
 ) -> torch.Tensor:
     """``dpo_loss`` as if the micro-batch were the whole, times its share of it: what losses that sort need."""
     share = len(micro) / counts.num_pairs
-    own = PairCounts(len(micro), share * counts.num_chosen_tokens)
+    own = PairCounts(len(micro), share * counts.num_chosen_tokens, counts.bco_shift)
     return share * dpo_loss(config, own, logps_BT, entropy_BT, mask_BT, micro, metrics, **numbers)

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from trainers.backends.base import Backend
 from trainers.batch import Ragged
 from trainers.data.preferences import Preferences
+
+
+@dataclass
+class RunningMean:
+    """The mean of the numbers so far; each counts alike."""
+
+    mean: float = 0.0
+    count: int = 0
+
+    def add(self, number: float) -> None:
+        self.count += 1
+        self.mean += (number - self.mean) / self.count
+
+
+def mean_reward(pairs: Preferences, logps: tuple[Ragged, Ragged], beta: float) -> float:
+    """beta x the log-ratio to the reference of a completion, averaged over all chosen and rejected ones."""
+    refs = (pairs.ref_chosen_logps, pairs.ref_rejected_logps)
+    total = 0.0
+    for own, ref in zip(logps, refs, strict=True):
+        assert ref is not None, "the reference is asked first"
+        total += float((own.values.astype(np.float64) - ref.values).sum())
+    return beta * total / max(2 * len(pairs), 1)
 
 
 def pair_logps(

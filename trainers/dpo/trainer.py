@@ -34,7 +34,7 @@ from trainers.data.packs import batches_of
 from trainers.data.preferences import Preferences, tokenize_preferences
 from trainers.dpo.config import DPOConfig, weighted_losses
 from trainers.dpo.loss import PairCounts, dpo_loss, share_of_dpo_loss
-from trainers.dpo.scores import pair_logps
+from trainers.dpo.scores import RunningMean, mean_reward, pair_logps
 from trainers.losses.preference import SORTING_LOSSES
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start, num_train_shards
@@ -70,6 +70,7 @@ class DPOTrainer:
             share=config.ref_model_mixup_alpha,
             score=pair_logps,
         )
+        self.rewards = RunningMean()
         self.prepare()
 
     @staticmethod
@@ -137,18 +138,29 @@ class DPOTrainer:
         self.policy.build(self.model_path, num_steps)
         order = {"pairs": len(self.pairs), SEQUENCES_PER_STEP: batch_size}
         with Run(config, num_steps, headline=HEADLINE, order=order, rows=self.pairs) as run:
-            for step in run.rounds(self):
+            self.rewards = RunningMean(**run.trainer_state)
+            for step in run.rounds(self, self.state):
                 with run.phase("data"):
                     pairs = dataclasses.replace(self.pairs[batches[step]], row_ids=batches[step])
                 with run.phase("logps"):
                     pairs = self.with_reference(pairs, config.per_device_train_batch_size)
+                if config.bco_shift:
+                    with run.phase("logps"):
+                        self.rewards.add(mean_reward(pairs, self.policy.logps(pairs), config.beta))
                 with run.phase("update"):
-                    metrics = with_chosen_accuracy(self.policy.step(pairs, counts_of(pairs)))
+                    counts = counts_of(pairs, self.rewards.mean)
+                    metrics = with_chosen_accuracy(self.policy.step(pairs, counts))
+                if config.bco_shift:
+                    metrics.same("bco_shift", self.rewards.mean)
                 metrics.sum("num_tokens", pairs.num_tokens)
                 run.log_step(metrics, epoch=(step + 1) / batches.steps_per_epoch)
                 with run.phase("sync"):
                     self.reference.follow(self.policy, run.step)
             return run.finish(self.policy.export, self.tokenizer)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to know of the rewards so far."""
+        return dataclasses.asdict(self.rewards) if self.config.bco_shift else {}
 
     def prepare_reference(self) -> None:
         """Loads the reference model; or, to precompute, takes from it all there is to know and frees it."""
@@ -176,7 +188,8 @@ class DPOTrainer:
         """Loss and metrics of all evaluation pairs, under training's names with ``eval_`` before them."""
         assert self.eval_pairs is not None
         pairs = self.with_reference(self.eval_pairs, self.config.per_device_eval_batch_size)
-        return with_chosen_accuracy(self.policy.measure(pairs, counts_of(pairs))).values("eval_")
+        counts = counts_of(pairs, self.rewards.mean)
+        return with_chosen_accuracy(self.policy.measure(pairs, counts)).values("eval_")
 
     def save(self, folder: Path) -> None:
         """The policy as it trains; the reference beside it if it has moved."""
@@ -204,8 +217,8 @@ def measured(backend: Backend, config: DPOConfig, pairs: Preferences, counts: Pa
     )
 
 
-def counts_of(pairs: Preferences) -> PairCounts:
-    return PairCounts(len(pairs), pairs.num_chosen_tokens)
+def counts_of(pairs: Preferences, bco_shift: float = 0.0) -> PairCounts:
+    return PairCounts(len(pairs), pairs.num_chosen_tokens, bco_shift)
 
 
 def with_logps(pairs: Preferences, logps: PairLogps) -> Preferences:

@@ -37,42 +37,43 @@ class EmbeddingConfig(TrainConfig):
     output_dir: str = "outputs/embedding"
     disable_dropout: bool = False
     loss_type: LossType = "infonce"
-    """infonce: the positive of a row among all texts of the pool. cosine_similarity: the label is the cosine of the two
-    texts. contrastive, online_contrastive: label 1 brings the two texts together, 0 keeps them apart."""
+    """infonce: find the positive of a row among all texts of the pool. cosine_similarity: the label is the cosine of
+    the two texts. contrastive, online_contrastive: label 1 brings the two texts closer, and label 0 separates them."""
     infonce_temperature: float = 0.1
-    """Divides the similarities."""
+    """The similarities are divided by it."""
     infonce_use_batch: bool = True
-    """The texts of other rows are negatives too. A pool is per_device_train_batch_size rows of each worker. false: only
-    the row's own negatives."""
+    """The texts of other rows are also negatives. A pool is per_device_train_batch_size rows of each worker. false:
+    only the row's own negatives."""
     infonce_hard_negatives: int | None = None
-    """Number of negatives per row. Of more, the first ones are used. Of fewer, some are used twice. null: all of
-    them."""
+    """Number of negatives per row. If a row has more, the first ones are used. If it has fewer, some are used twice.
+    null: all of them."""
     infonce_mask_fake_negative: bool = False
     """Leave out negatives that are more similar than the positive by infonce_fake_neg_margin."""
     infonce_fake_neg_margin: float = 0.1
     """By how much a negative may be more similar than the positive."""
     infonce_include_qq: bool = False
-    """The anchors of other rows are negatives too."""
+    """The anchors of other rows are also negatives."""
     infonce_include_dd: bool = False
     """Texts that are similar to the positive also count as negatives (Qwen3-Embedding)."""
     margin: float = 0.5
-    """The cosine distance to which contrastive losses push texts of label 0."""
+    """Contrastive losses push two texts with label 0 to this cosine distance."""
     mrl_dims: dict[Any, float] | None = None
     """Matryoshka representations (arXiv 2205.13147). Each entry is a number of leading dimensions and the weight of
-    their loss: {64: 0.5, 768: 1.0}. null: the loss of the whole embeddings."""
+    their loss: {64: 0.5, 768: 1.0}. null: only the loss of the whole embeddings."""
     pooling: Pooling | None = None
-    """Which hidden states are the embedding: the last token's, the mean, or the first token's. null: as the files of
-    sentence-transformers say. Without these files: last, or mean for encoders."""
+    """The hidden states that become the embedding: the last token's, the mean, or the first token's. null: the choice
+    in the model's sentence-transformers files. Without these files: last, or mean for encoders."""
     use_chat_template: bool | None = None
-    """Write texts by the chat template. false: the text itself, the system message before it. null: false for models
-    with files of sentence-transformers, for encoders and without a template, else true."""
+    """Write texts with the chat template. false: the text itself, after the system message. null: false for encoders,
+    for models with files of sentence-transformers, and without a template; else true."""
     end_token: str | None = None
     """A token to add after each text of the chat template. The embedding is the hidden state at this token. null:
     none."""
     max_length: int | None = 1024
     """Tokens of each text; truncation_mode says how longer ones are cut."""
     truncation_mode: Literal["drop", "keep_start"] = "drop"
-    """drop rows with a longer text, or keep the start of the text, and the special tokens at its end."""
+    """drop: leave out rows with a longer text. keep_start: keep the start of the text, and the special tokens at its
+    end."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     per_device_eval_batch_size: int = 8
@@ -85,8 +86,11 @@ class EmbeddingConfig(TrainConfig):
         at_least(self, 0, "margin", "infonce_fake_neg_margin")
         if self.infonce_temperature <= 0:
             raise ConfigError(f"infonce_temperature must be above 0, got {self.infonce_temperature}")
-        if self.backend != "fsdp":
-            raise ConfigError("backend: megatron trains no embedding models yet. Write backend: fsdp")
+        if self.backend == "megatron" and self.has_adapter:
+            raise ConfigError(
+                "backend: megatron trains embedding models whole, and no adapter of them. Write tuner_type: full, or "
+                "backend: fsdp"
+            )
         if self.loss_type != "infonce":
             unread(self, f"loss_type is {self.loss_type}", *OF_INFONCE)
         if not self.loss_type.endswith("contrastive"):

@@ -44,6 +44,7 @@ from trainers.run.run import Run, saved_order
 
 HEADLINE = ("loss", "margin", "learning_rate")
 ROWS_OF_POOL = "rows of a pool"
+NO_VIDEOS = "embedding models see pictures and no videos. Take rows without videos"
 
 
 @RayHelper.worker(group="train")
@@ -72,7 +73,7 @@ class EmbeddingTrainer:
         self.files = sentence_files(config.model)
         self.hidden_size = found.get_text_config().hidden_size
         self.pooling = pooling_of(config, self.files, found)
-        self.images = image_reader(config, self.model_path, self.tokenizer)
+        self.images = image_reader(config, self.model_path, self.tokenizer, no_videos=NO_VIDEOS)
         is_plain = self.files.are_there or is_encoder(found) or not self.tokenizer.chat_template
         self.encoder = TextEncoder(
             self.tokenizer,
@@ -223,9 +224,11 @@ def check_embedding(config: EmbeddingConfig, found: Any) -> None:
     pooling = pooling_of(config, files, found)
     if config.sequence_parallel_size > 1 and (pooling != "last" or is_encoder(found)):
         raise ConfigError(
-            f"sequence_parallel_size is {config.sequence_parallel_size}, but workers share rows of decoders with "
-            f"pooling last alone, and pooling is {pooling}. Remove it."
+            f"sequence_parallel_size is {config.sequence_parallel_size}, but workers share only rows of decoders with "
+            f"pooling last, and pooling is {pooling}. Remove it."
         )
+    if config.backend == "megatron" and pooling != "last":
+        raise ConfigError(f"backend: megatron has pooling last alone, and pooling is {pooling}. Write backend: fsdp.")
     if config.padding_free and is_encoder(found):
         raise ConfigError(
             f"padding_free is true, but {config.model!r} ({found.model_type}) sees tokens to the right, and would mix "

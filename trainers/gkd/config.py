@@ -24,35 +24,37 @@ class GKDConfig(CompletionConfig):
 
     # Teacher
     teacher_model: str | None = None
-    """Folder, hub name, or a plugin's model, of the student's vocabulary. null: the student without its LoRA adapter,
-    or, where rows have a ``teacher_prompt``, the student itself."""
+    """Folder, hub name or a plugin's model, with the student's vocabulary. null: the student without its LoRA adapter.
+    If rows have a ``teacher_prompt``, null is the student itself."""
     teacher_model_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the teacher's AutoModelForCausalLM.from_pretrained."""
     teacher_engine: Literal["hf", "vllm"] = "hf"
-    """The engine of the teacher_model. hf: transformers, as the student runs. vllm: vLLM, which is installed
-    separately, for the top ``gkd_logits_topk`` tokens."""
+    """The engine of the teacher_model. hf: transformers, as for the student. vllm: vLLM, which is installed separately.
+    It gives only the top ``gkd_logits_topk`` tokens."""
     teacher_engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Fields of vLLM's EngineArgs for ``teacher_engine: vllm``, such as {max_model_len: 8192}. tensor_parallel_size:
-    workers of role teacher that hold one model together."""
+    """Fields of vLLM's EngineArgs for ``teacher_engine: vllm``, such as {max_model_len: 8192}. tensor_parallel_size is
+    the number of teacher workers that hold one model together."""
     offload_teacher_model: bool = False
-    """Keep a teacher that shares the student's devices in the memory of the host while it is not asked."""
+    """Offload a teacher that shares the student's devices to the host between its calls."""
 
     # Data
     lmbda: float = 0.5
-    """Share of the steps that learn from the student's own completions; the others from the dataset's responses."""
+    """Share of the steps that learn from the student's own completions. The other steps learn from the dataset's
+    responses."""
     max_staleness: int = 0
-    """How many steps old the student may be that generates. Its completions are made while earlier ones are learned. 0:
-    none. above 1: a queue, filled again when its last is needed. Role rollout needs devices of its own."""
+    """Staleness: the policy that generates may be at most this number of steps old. Above 0, the student generates
+    while it learns from earlier completions. Above 1, completions wait in a queue. Then role rollout needs its own
+    devices."""
     seq_kd: bool = False
-    """Those others learn from the teacher's completions instead."""
+    """The other steps (see lmbda) learn from the teacher's completions instead."""
     max_length: int | None = 1024
     """Tokens of a dataset row. A longer row loses the beginning of its prompt."""
 
     # Generation
     max_completion_length: int = 128
-    """Tokens, the stop token included."""
+    """Largest number of tokens of a completion, with its stop token."""
     temperature: float = 0.9
-    """Logits are divided by it: in sampling, and of both models in the divergence."""
+    """The logits are divided by it, in sampling and in the divergence of both models."""
 
     # Several turns
     environment: Any = None
@@ -61,20 +63,20 @@ class GKDConfig(CompletionConfig):
     max_turns: int | None = None
     """Turns of the student in one completion. null: as many as fit into ``max_completion_length``."""
     completion_length_limit_scope: Literal["total", "per_round"] = "total"
-    """What ``max_completion_length`` limits: total: all turns of a completion together; per_round: each turn of the
-    student. Then ``max_turns`` or vLLM's ``max_model_len`` limits the whole."""
+    """The scope of ``max_completion_length``. total: all turns of a completion together. per_round: each turn of the
+    student. Then ``max_turns`` or vLLM's ``max_model_len`` limits the whole completion."""
 
     # Loss
     beta: float = 0.5
-    """0: forward KL, teacher to student. 1: reverse KL, student to teacher; between: the generalised Jensen-Shannon
-    divergence of GKD. The formulas are in losses/distillation.py."""
+    """0: forward KL(teacher || student). 1: reverse KL(student || teacher). Between them: the generalised
+    Jensen-Shannon divergence of GKD. The formulas are in losses/distillation.py."""
     gkd_logits_topk: int | None = None
-    """Compare only this number of the teacher's most probable tokens. null: the whole vocabulary, for which the teacher
-    must share the student's devices."""
+    """Compare only the teacher's top-k tokens; this is k. null: the whole vocabulary. Then the teacher must share the
+    student's devices."""
     gkd_topk_add_tail: bool = True
-    """With ``gkd_logits_topk``: all other tokens together form one more entry. false: the k are renormalised."""
+    """With ``gkd_logits_topk``: all other tokens together form one more entry. false: the top k are renormalised."""
     sft_alpha: float = 0.0
-    """Weight of the cross-entropy of the dataset's responses, which is added to the loss. It has temperature 1."""
+    """Weight of the cross-entropy on the dataset's responses. It is added to the loss, and has temperature 1."""
 
     # Evaluation
     per_device_eval_batch_size: int = 8

@@ -163,9 +163,9 @@ def check_vllm_teacher(config: GKDConfig, groups: DeviceGroups | None) -> None:
     if config.rollout_engine == "vllm" and is_beside and on_gpu and (config.teacher_engine == "vllm" or config.seq_kd):
         cause = "teacher_engine: vllm" if config.teacher_engine == "vllm" else "seq_kd"
         raise ConfigError(
-            f"{cause} gives role teacher an engine of vLLM in the process of the student's, and two of them do not run "
-            "in one process on a GPU. Give role teacher a group of its own; with shares_devices_with it may be on the "
-            "same devices."
+            f"{cause} gives role teacher a vLLM engine in the process of the student's engine. On a GPU, two vLLM "
+            "engines do not run in one process. Give role teacher its own group. With shares_devices_with, it may use "
+            "the same devices."
         )
     if config.rollout_engine == "vllm" and config.seq_kd and config.teacher_engine == "hf":
         check_can_sleep(config, groups, "teacher")
@@ -177,5 +177,5 @@ def _check_tensor_parallel_size(size: Any, groups: DeviceGroups | None) -> None:
         raise ConfigError(f"{told} is no number of workers")
     others = [] if groups is None else [groups.group_of("train"), groups.group_of("rollout")]
     if size > 1 and (groups is None or groups.group_of("teacher") in others):
-        raise ConfigError(f"{told}: workers with other roles have a slice each. Give role teacher a group of its own.")
+        raise ConfigError(f"{told}: workers with other roles have a slice each. Give role teacher its own group.")
     check_model_fits(told, size, groups, "teacher")

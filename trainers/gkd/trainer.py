@@ -387,16 +387,16 @@ def check_placement(config: GKDConfig, groups: DeviceGroups | None) -> None:
     name = groups.group_of("teacher").name
     if config.teacher_model is None:
         raise ConfigError(
-            f"teacher_model is null, so that the student is its own teacher, but role teacher has a group of its own "
-            f"({name!r}). Add teacher to the workers of the group that hosts train."
+            f"teacher_model is null, so the student is its own teacher. But role teacher has its own group ({name!r}). "
+            "Add teacher to the workers of the group that hosts train."
         )
     if config.gkd_logits_topk is None:
         raise ConfigError(
-            f"the teacher has a group of its own ({name!r}), from which the whole vocabulary of every token would "
-            "have to travel. Set gkd_logits_topk (64, say), or add teacher to the workers of the group with train."
+            f"the teacher has its own group ({name!r}), which would have to send the whole vocabulary for every token. "
+            "Set gkd_logits_topk (such as 64), or add teacher to the workers of the group with train."
         )
     if config.offload_teacher_model and not groups.share_devices("teacher", "train"):
         raise ConfigError(
-            f"offload_teacher_model makes room for a student on the same devices, but the teacher has a group of its "
-            f"own ({name!r}). Remove it."
+            "offload_teacher_model frees memory for a student on the same devices, but the teacher has its own group "
+            f"({name!r}). Remove it."
         )

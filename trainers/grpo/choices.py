@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from rayhelper import ConfigError
 from rayhelper.text import DID_YOU_MEAN, nearest
-from trainers.losses.types import NOT_BUILT, PolicyLossType
+from trainers.losses.types import PolicyLossType
 from trainers.plugins import ADVANTAGES, LOSSES, Registry, constants, named, parameters
 from trainers.rewards import estimators
 
@@ -33,6 +33,7 @@ READ_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "dppo_ratio_cap": ("loss_type", DPPO),
     **{f"clip_cov_{name}": ("loss_type", ("clip_cov",)) for name in ("ratio", "lb", "ub")},
     **{f"kl_cov_{name}": ("loss_type", ("kl_cov",)) for name in ("ratio", "coef")},
+    "real_tau": ("loss_type", ("real",)),
     "sapo_temperature_pos": ("loss_type", ("sapo",)),
     "sapo_temperature_neg": ("loss_type", ("sapo",)),
     **{f"vespo_{name}": ("loss_type", ("vespo",)) for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
@@ -52,7 +53,7 @@ READ_BY: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 # Keys that are read for a loss before it is called: the ratios of its batch, and its selected tokens, are made so
-GIVEN = ("importance_sampling_level", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio")
+GIVEN = ("importance_sampling_level", "real_tau", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio")
 
 
 def is_known(config: Any, key: str, *, plugins_imported: bool) -> bool:
@@ -67,10 +68,8 @@ def is_known(config: Any, key: str, *, plugins_imported: bool) -> bool:
         raise ConfigError(
             f"{key} must be one of {', '.join(known)}, or {{name: ..., argument: value}}; got {getattr(config, key)!r}"
         )
-    if key == "loss_type" and name in NOT_BUILT:
-        raise ConfigError(NOT_BUILT[name])
     if name in bundled and arguments:
-        raise ConfigError(f"{key}: what {name} is told are keys of their own: write {', '.join(arguments)} beside it")
+        raise ConfigError(f"{key}: what {name} is told are separate keys: write {', '.join(arguments)} beside it")
     if name in known:
         return True
     if config.external_plugins and not plugins_imported:
@@ -105,6 +104,23 @@ def check_unset(config: Any, name: str, unread_with: str, hint: str, key: str) -
         )
 
 
+def check_real(config: Any) -> None:
+    """Raises ConfigError for what changes single tokens, or divides a prompt's completions: real looks at neither."""
+    for name, is_set in (
+        ("rollout_importance_sampling_correction: false", config.rollout_correction is not None),
+        ("off_policy_mask_threshold: null", config.off_policy_mask_threshold is not None),
+        ("top_entropy_quantile: 1", config.top_entropy_quantile < 1),
+    ):
+        if is_set:
+            raise ConfigError(f"loss_type: real classifies whole completions and weighs no tokens. Write {name}.")
+    judges_tokens = named(config.advantage_estimator)[0] == "reinforce_plus_plus_token"
+    if config.teacher_model is not None or judges_tokens:
+        name = "advantage_estimator" if judges_tokens else "teacher_model"
+        raise ConfigError(f"loss_type: real classifies whole completions, and {name} judges tokens. Remove one.")
+    if config.num_generations < 2:
+        raise ConfigError("loss_type: real classifies the completions of a prompt: num_generations must be at least 2")
+
+
 def check_plugged(config: Any) -> None:
     """Raises ConfigError for a loss or an estimator that nobody registered, for arguments that it does not take, and
     for keys that it does not read. Called before any process starts, when the plugins and all losses are imported."""
@@ -117,8 +133,8 @@ def check_plugged(config: Any) -> None:
         taken = keys_of(function)
         if config.use_ray and function.__module__ == "__main__":
             raise ConfigError(
-                f"{key}: {name} is registered by the script itself, which Ray's workers do not run. Register it "
-                "in a file of its own, and name that in external_plugins."
+                f"{key}: {name} is registered by the script itself, which Ray's workers do not run. Register it in a "
+                "separate file, and name the file in external_plugins."
             )
         for argument in arguments:
             if hasattr(config, argument):

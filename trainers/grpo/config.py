@@ -11,8 +11,8 @@ from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig, check_episodes, check_reward_functions
 from trainers.configuration.roles import REFERENCE, REWARD, ROLLOUT, TEACHER, TRAIN
 from trainers.configuration.values import at_least, check_folder
-from trainers.grpo.choices import CLIPPED, REGISTRIES, check_plugged, check_read, is_known
-from trainers.losses.types import NOT_BUILT, ImportanceLevel, RolloutCorrection, RolloutRejection
+from trainers.grpo.choices import CLIPPED, REGISTRIES, check_plugged, check_read, check_real, is_known
+from trainers.losses.types import ImportanceLevel, RolloutCorrection, RolloutRejection
 from trainers.plugins import ADVANTAGES, named, parameters
 from trainers.rewards.advantages import Aggregation, Scale
 from trainers.rewards.types import AdvantageEstimator
@@ -45,40 +45,42 @@ class GRPOConfig(CompletionConfig):
     generation_batch_size: int | None = None
     """Completions generated at once, over all workers. null: the completions of ``steps_per_generation`` steps."""
     steps_per_generation: int | None = None
-    """Micro-batches that a generation is worth. null: ``gradient_accumulation_steps``."""
+    """Micro-batches per worker that one generation fills. null: ``gradient_accumulation_steps``."""
     num_iterations: int = 1
-    """Times that a generation is gone through (mu in the paper)."""
+    """Number of passes through each generation (mu in the paper)."""
 
     max_staleness: int = 0
-    """How many generations old the policy may be that generates. Completions are made while earlier ones are learned.
-    0: none. above 1: a queue, filled again when its last is needed. Role rollout needs devices of its own."""
+    """Staleness: the policy that generates may be at most this number of generations old. Above 0, the engine generates
+    while the policy learns from earlier completions. Above 1, generations wait in a queue. Then role rollout needs its
+    own devices."""
     weight_sync_interval: int | None = None
     """With ``max_staleness``: the number of decoding steps after which engines look for new weights. They take them in
-    the middle of completions. null: new weights wait until all that was begun has ended. It has an effect only with
-    Ray. Without Ray, processes generate and train by turns."""
+    the middle of completions. null: engines take new weights after all completions in flight have ended. It has an
+    effect only with Ray. Without Ray, processes generate and train in turn."""
 
     # Generation
     dynamic_sample: bool = False
     """Replace prompts whose completions have equal rewards by the next prompts of the data (arXiv 2503.14476)."""
     max_resample_times: int = 3
-    """How often ``dynamic_sample`` draws further prompts. Then prompts with equal rewards fill the generation."""
+    """How often ``dynamic_sample`` may draw more prompts. After that, prompts with equal rewards fill the
+    generation."""
 
     # Several turns
     environment: Any = None
     """Name of a registered environment, a dotted path, or {name: ..., argument: value}. It answers the model's text;
     see ``rollout/environments.py``. null: a completion is a single turn."""
     tools: list[Any] = field(default_factory=list)
-    """Functions that the model may call, registered as tools or dotted paths; they are the environment."""
+    """Functions that the model may call: names of registered tools, or dotted paths. They are the environment."""
     tool_call_parser: str = "auto"
-    """The function that reads the model's calls of ``tools``: a name of vLLM's tool parsers, a registered function, or
-    a dotted path. hf: the tokenizer's response_template. auto: the parser that fits the chat template."""
+    """The function that reads the model's tool calls: a vLLM tool parser, a registered function, or a dotted path. hf:
+    the tokenizer's response_template. auto: the parser that fits the chat template."""
     max_turns: int | None = None
     """Turns of the model in one completion. null: as many as fit into ``max_completion_length``."""
     max_tool_calling_iterations: int | None = None
-    """How often tools answer. It is one less than ``max_turns``; set only one of the two keys."""
+    """How often tools may answer. It is one less than ``max_turns``. Set only one of the two keys."""
     completion_length_limit_scope: Literal["total", "per_round"] = "total"
-    """What ``max_completion_length`` limits: total: all turns of a completion together; per_round: each turn of the
-    model. Then ``max_turns`` or vLLM's ``max_model_len`` limits the whole."""
+    """The scope of ``max_completion_length``. total: all turns of a completion together. per_round: each turn of the
+    model. Then ``max_turns`` or vLLM's ``max_model_len`` limits the whole completion."""
     environment_reward: bool = True
     """Whether the environment's reward is one of the rewards."""
 
@@ -89,53 +91,54 @@ class GRPOConfig(CompletionConfig):
     """Processes beside every rollout worker that run ``reward_funcs`` on finished completions while others are
     generated. 0: the driver runs them when all completions have finished."""
     reward_timeout_s: float | None = None
-    """Seconds that a reward function may take for the completions that it is given at once. null: no limit."""
+    """Seconds that one call of a reward function may take. null: no limit."""
     reward_model: list[str] = field(default_factory=list)
-    """Sequence classifiers of one label, folders or hub names, whose scores are further rewards (role reward)."""
+    """Sequence classifiers with one label, as folders or hub names. Their scores are further rewards (role reward)."""
     reward_weights: list[float] | None = None
-    """One per reward: the functions, then the reward models, then the environment's own reward. null: 1 for each."""
+    """One weight per reward: first the functions, then the reward models, then the environment. null: 1 for each."""
     multi_objective_aggregation: Aggregation = "sum_then_normalize"
-    """sum_then_normalize rewards, or normalize_then_sum (each function on its own, GDPO)."""
+    """sum_then_normalize: add the rewards, then normalize the sum. normalize_then_sum: normalize each reward
+    separately, then add (GDPO)."""
     scale_rewards: Scale | bool = "group"
-    """Divide advantages by the standard deviation of rewards in the group or batch. none (or false): do not."""
+    """Divide advantages by the standard deviation of rewards in the group or batch. none (or false): advantages are not
+    divided."""
 
     # Advantages
     advantage_estimator: str | dict[str, Any] = "grpo"
-    """The baseline of rewards. The formulas are in rewards/estimators.py. grpo: the group. rloo: the others of the
-    group. reinforce_plus_plus (or reinforce_plus_plus_baseline): the group, then all differences of the batch, as in
-    ms-swift. reinforce_plus_plus_token: all tokens of the batch, the paper's form without groups. gpg, opo, remax (a
-    greedy completion), maxrl (rewards of 0 and 1), pass_at_k and grpo_passk: of these papers. Or the name of an
-    estimator that a plugin registered, or {name: ..., argument: value}."""
+    """How rewards become advantages. The formulas are in rewards/estimators.py. The baseline of grpo is the group's
+    mean. rloo: the mean of the other completions in the group. reinforce_plus_plus (or reinforce_plus_plus_baseline):
+    the group's mean, with the standard deviation of the batch. reinforce_plus_plus_token: all tokens of the batch,
+    without groups. remax: a greedy completion. maxrl: for rewards of 0 and 1. gpg, opo, pass_at_k and grpo_passk follow
+    their papers. Or the name of an estimator that a plugin registered, or {name: ..., argument: value}."""
     pass_k: int = 4
-    """The k of pass_at_k: one of k completions must be right."""
+    """The k of pass_at_k: at least one of k completions must be correct."""
     pass_threshold: float = 0.5
-    """Weighted reward at which pass_at_k counts a completion as right."""
+    """pass_at_k counts a completion as correct from this weighted reward on."""
     kl_in_reward: bool | None = None
-    """Subtract beta x KL from the reward, and not from the loss. null: true for rloo, remax and reinforce_plus_plus
-    (all forms)."""
+    """Subtract beta x KL from the reward, and not from the loss. null: true for rloo, remax and all forms of
+    reinforce_plus_plus."""
     reward_clip_range: list[float] | None = None
-    """Lowest and highest weighted reward, of rloo."""
+    """With rloo: the lowest and the highest weighted reward."""
     normalize_advantages: bool = False
     """Divide the advantages of rloo by their standard deviation in the batch."""
     teacher_model: str | None = None
-    """A model, folder or hub name with the policy's tokens, that tokens are judged by too (role teacher)."""
+    """A model that judges every token (role teacher): a folder or hub name. It must have the policy's tokens."""
     teacher_kl_coef: float = 1.0
-    """A token's advantage is increased by teacher_kl_coef x (its log-probability under the teacher - under the
-    policy)."""
+    """Each token's advantage increases by teacher_kl_coef x (log p_teacher - log p_policy)."""
 
     # Reference
     ref_model: str | None = None
-    """The model that the KL keeps the policy close to. null: the policy as it starts, or without its LoRA adapter."""
+    """The reference model of the KL. null: the starting policy, or the policy without its LoRA adapter."""
     sync_ref_model: bool = False
     """Let the reference follow the policy (arXiv 2404.09656)."""
     ref_model_mixup_alpha: float = 0.6
-    """The policy's share in a reference that follows it."""
+    """Share of the policy when it is mixed into the reference."""
     ref_model_sync_steps: int = 512
     """Optimizer steps between mixing the policy into the reference."""
 
     # Loss
     loss_type: str | dict[str, Any] = "dapo"
-    """The loss of a token and how it is averaged; formulas and papers are in losses/surrogates.py. Ours: grpo, bnpo,
+    """The loss of a token and how it is averaged; formulas and papers are in losses/surrogates.py. Bundled: grpo, bnpo,
     dr_grpo, dapo, cispo, sapo, luspo, vespo, fipo, gmpo, gpg, clip_cov, kl_cov, dppo_tv, dppo_kl. Or the name of a loss
     that a plugin registered, or {name: ..., argument: value}."""
     importance_sampling_level: ImportanceLevel = "token"
@@ -143,98 +146,99 @@ class GRPOConfig(CompletionConfig):
     beta: float = 0.0
     """Weight of the KL to the reference model. 0: no reference model is loaded."""
     epsilon: float = 0.2
-    """The ratio to the old policy is clipped to 1 - epsilon, 1 + epsilon. gmpo clips the log-ratio to -epsilon,
-    epsilon; its paper has 0.4. For dppo_tv and dppo_kl it is the largest distance of a token."""
+    """The ratio to the old policy is clipped to the range from 1 - epsilon to 1 + epsilon. gmpo clips the log-ratio to
+    -epsilon and epsilon; its paper has 0.4. For dppo_tv and dppo_kl it is the largest distance of a token."""
     epsilon_high: float | None = None
-    """Upper clip range. null: ``epsilon``. For cispo the cap of the ratio itself."""
+    """Upper clip range. null: ``epsilon``. For cispo it is the cap of the ratio itself."""
     delta: float | None = None
-    """Cap of the ratio of negative advantages (two-sided clipping)."""
+    """Upper limit of the ratio for negative advantages (two-sided clipping)."""
     use_bias_correction_kl: bool = True
     """Multiply the KL by the ratio to the old policy, so that its gradient is unbiased off policy."""
     kl_clip_max: float | None = None
-    """The KL of a token in the loss counts at most so much, without a gradient beyond; null: no bound."""
+    """Largest KL of a token in the loss. A larger KL is cut to it, and has no gradient. null: no limit."""
     mask_truncated_completions: bool = False
-    """Leave completions that ran into ``max_completion_length`` out of the loss."""
+    """Leave completions that reached ``max_completion_length`` out of the loss."""
     sapo_temperature_pos: float = 1.0
     """Steepness of sapo's gate for positive advantages."""
     sapo_temperature_neg: float = 1.05
-    """For negative ones."""
+    """Steepness of sapo's gate for negative advantages."""
+    real_tau: float = 0.5
+    """Temperature of real's scores, which classify the completions of a prompt."""
     vespo_k_pos: float = 2.0
-    """vespo's weight of a ratio w is e^lambda w^k e^(-lambda w); this is k of advantages >= 0."""
+    """vespo weighs a ratio w by e^lambda w^k e^(-lambda w). This is k for advantages >= 0."""
     vespo_lambda_pos: float = 3.0
-    """Its lambda."""
+    """vespo's lambda for advantages >= 0."""
     vespo_k_neg: float = 3.0
-    """k of negative advantages."""
+    """vespo's k for negative advantages."""
     vespo_lambda_neg: float = 2.0
-    """Their lambda."""
+    """vespo's lambda for negative advantages."""
     fipo_decay_rate: float = 32.0
-    """Tokens after which fipo counts the future half."""
+    """Half-life, in tokens, of the future tokens that fipo counts."""
     fipo_clip_range: float | None = 0.2
-    """The weight of fipo is between 1 - range and 1 + range. null: it is not bounded."""
+    """fipo's weight is clipped to the range from 1 - fipo_clip_range to 1 + fipo_clip_range. null: no limit."""
     fipo_clip_high_only: bool = True
-    """The weight is between 1 and 1 + range instead."""
+    """fipo's weight is clipped to the range from 1 to 1 + fipo_clip_range instead."""
     fipo_safety_threshold: float | None = 4.0
-    """Ratio above which a negative advantage is weighed in 0.8, 1. null: none."""
+    """For negative advantages with a ratio above this, fipo's weight is clipped to 0.8 and 1. null: no threshold."""
     clip_cov_ratio: float = 2e-4
-    """Share of a step's tokens (at least one) whose gradient clip_cov removes."""
+    """Share of a step's tokens whose gradient clip_cov removes. It is at least one token."""
     clip_cov_lb: float = 1.0
-    """They are drawn from the tokens whose covariance of advantage and log-probability is above this."""
+    """clip_cov draws from tokens with a covariance of advantage and log-probability above this."""
     clip_cov_ub: float = 5.0
-    """And below this."""
+    """clip_cov draws from tokens with a covariance below this."""
     kl_cov_ratio: float = 2e-4
-    """Share of a step's tokens, the tokens of highest covariance (at least one), that kl_cov keeps near the old
-    policy."""
+    """Share of a step's tokens that kl_cov keeps near the old policy. They have the highest covariance."""
     kl_cov_coef: float = 1.0
-    """Weight of their distance to it, |log ratio|."""
+    """kl_cov's weight of the distance to the old policy, |log ratio|."""
     dppo_ratio_cap: float | None = 20.0
-    """Cap of the ratio that weighs a token in dppo_tv and dppo_kl. null: none."""
+    """Upper limit of the ratio that weighs a token in dppo_tv and dppo_kl. null: no limit."""
 
     # Completions of another policy
     rollout_importance_sampling_correction: bool | None = None
-    """Weigh tokens by how likely the training code finds them against the engine that drew them. null: if a mode is
-    set. Not needed with the hf engine, which computes the same numbers as the training code in float32."""
+    """Weigh tokens by the ratio of the training code's probability to the engine's. null: true if a mode is set. The hf
+    engine does not need it: in float32 it computes the same numbers as the training code."""
     rollout_importance_sampling_mode: RolloutCorrection | None = None
-    """token, sequence, or geometric (the mean over the sequence). truncate: ratios are cut to the bounds; mask: ratios
-    beyond the bounds become 0. null: sequence_mask. Geometric ratios are near 1: give bounds such as 0.99 and 1.01."""
+    """The ratio of each token, of the sequence, or the geometric mean over the sequence. truncate: ratios are cut to
+    the limits. mask: ratios beyond the limits become 0. null: sequence_mask. Geometric ratios are near 1: set limits
+    such as 0.99 and 1.01."""
     rollout_importance_sampling_clip_max: float | None = 3.0
-    """Upper bound of the ratio. null: none."""
+    """Upper limit of the ratio. null: no limit."""
     rollout_importance_sampling_clip_min: float | None = None
-    """Lower bound of the ratio. null: none."""
+    """Lower limit of the ratio. null: no limit."""
     rollout_rejection: RolloutRejection | None = None
-    """Leave tokens or completions out of the loss if engine and training code are too far apart. It names an estimator
-    of the KL (k1, k2 or k3), of a token, or its sum, mean or maximum over the sequence. sequence_mean_k1 is the
-    geometric mean of the ratios. null: nothing is left out."""
+    """Leave tokens or completions out of the loss if engine and training code differ too much. The value names the
+    scope and the estimator of the KL (k1, k2, k3). The scope is a token, or the sum, mean or maximum over the sequence.
+    sequence_mean_k1 is the geometric mean of the ratios. null: nothing is left out."""
     rollout_rejection_max: float | None = None
-    """Largest value that stays: of k1 the ratio, such as 2.0 (token) or 1.01 (sequence_mean); else the estimate."""
+    """Largest value that is kept. For k1 it is a ratio, such as 2.0 (token) or 1.01 (sequence_mean). For k2 and k3 it
+    is the estimate."""
     rollout_rejection_min: float | None = None
-    """Smallest ratio that stays, of k1. null: 1 / rollout_rejection_max."""
+    """For k1: the smallest ratio that is kept. null: 1 / rollout_rejection_max."""
     off_policy_mask_threshold: float | None = None
-    """Leave out completions of negative advantage if the policy has moved further than this (nats per token, arXiv
-    2512.02556). null: none."""
+    """Leave out completions of negative advantage if the policy has moved further than this. The unit is nats per token
+    (arXiv 2512.02556). null: no limit."""
 
     # Exploration
     top_entropy_quantile: float = 1.0
-    """Share of the step's tokens, the tokens of highest entropy, that get a policy gradient (arXiv 2506.01939)."""
+    """Share of the step's tokens that get a policy gradient. They have the highest entropy (arXiv 2506.01939)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus. 0: no entropy term. With ``use_adaptive_entropy`` it is the first value."""
     use_adaptive_entropy: bool = False
     """Move ``entropy_coef`` after every step, and apply it only below ``entropy_target`` (arXiv 2505.22312)."""
     entropy_coef_min: float = 0.0
-    """Lowest coefficient that it is moved to."""
+    """With use_adaptive_entropy: the lowest coefficient."""
     entropy_coef_max: float = 1.0
-    """Highest one."""
+    """With use_adaptive_entropy: the highest coefficient."""
     entropy_coef_delta: float = 0.005
-    """The change of the coefficient per step."""
+    """With use_adaptive_entropy: the change of the coefficient per step."""
     entropy_target: float = 0.2
-    """Mean entropy of tokens, in nats, that the coefficient keeps up."""
+    """With use_adaptive_entropy: below this mean entropy of tokens (nats), the bonus is on."""
 
     # Evaluation
     eval_temperature: float | None = None
-    """0: greedy. null: ``temperature``."""
+    """Temperature in evaluation. 0: greedy. null: ``temperature``."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.loss_type, str) and self.loss_type in NOT_BUILT:
-            raise ConfigError(NOT_BUILT[self.loss_type])
         super().__post_init__()
         check_grpo(self)
 
@@ -382,8 +386,8 @@ def check_rejection(config: GRPOConfig) -> None:
 def check_rewards(config: GRPOConfig) -> None:
     if not config.num_rewards:
         raise ConfigError(
-            "reward_funcs is empty: GRPO needs at least one reward function, such as exact_answer, a reward_model, or "
-            "a teacher_model that judges tokens"
+            "reward_funcs is empty. Name a reward function, such as exact_answer, or set a reward_model, or a "
+            "teacher_model that judges tokens"
         )
     check_reward_functions(config)
     for name in config.reward_model:
@@ -435,8 +439,8 @@ def check_advantages(config: GRPOConfig) -> None:
     }
     if "scale_rewards" not in parameters(estimator.function) and config.scale_rewards not in scales.get(name, own):
         raise ConfigError(
-            f"scale_rewards={config.scale_rewards} is for advantage_estimator=grpo: {name} divides as its formula "
-            "says (advantages.py). Remove it."
+            f"scale_rewards={config.scale_rewards} is for advantage_estimator=grpo: {name} divides by its own formula "
+            "(advantages.py). Remove it."
         )
     at_least(config, 1, "pass_k")
     if name == "pass_at_k" and config.pass_k > config.num_generations:
@@ -480,7 +484,7 @@ def check_advantages(config: GRPOConfig) -> None:
         )
     if config.sync_ref_model and config.is_own_reference:
         raise ConfigError(
-            "sync_ref_model needs a reference of its own, and with tuner_type: lora it is the policy without its "
+            "sync_ref_model needs a separate reference. With tuner_type: lora the reference is the policy without its "
             "adapter. Set ref_model (to the same model), or remove sync_ref_model."
         )
     if not 0 <= config.ref_model_mixup_alpha <= 1:
@@ -503,7 +507,7 @@ def check_loss(config: GRPOConfig) -> None:
         raise ConfigError(
             f"clip_cov_lb={config.clip_cov_lb} is not below clip_cov_ub={config.clip_cov_ub}: no token lies between"
         )
-    for name in ("sapo_temperature_pos", "sapo_temperature_neg", "fipo_decay_rate"):
+    for name in ("sapo_temperature_pos", "sapo_temperature_neg", "fipo_decay_rate", "real_tau"):
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigError(f"{name} must be positive, got {getattr(config, name)}")
     if config.loss_name != "cispo" and config.epsilon_high is not None and config.epsilon_high < config.epsilon:
@@ -511,6 +515,8 @@ def check_loss(config: GRPOConfig) -> None:
             f"epsilon_high={config.epsilon_high} is below epsilon={config.epsilon}: ratios are clipped to "
             "[1 - epsilon, 1 + epsilon_high], and clip-higher wants more room above. Raise it, or lower epsilon."
         )
+    if config.loss_name == "real":
+        check_real(config)
     check_clip_range(config)
     low, high = config.rollout_importance_sampling_clip_min, config.rollout_importance_sampling_clip_max
     if low is not None and high is not None and low > high:
@@ -558,8 +564,8 @@ def check_clip_range(config: GRPOConfig) -> None:
     for name, value in (("epsilon", config.epsilon), ("epsilon_high", upper)):
         if loss == "dppo_tv" and value > 1:
             raise ConfigError(
-                f"{name} must lie in [0, 1], got {value}: loss_type=dppo_tv compares probabilities, which are at most "
-                "1 apart"
+                f"{name} must lie in [0, 1], got {value}: loss_type=dppo_tv compares probabilities, which differ by at "
+                "most 1"
             )
 
 

@@ -36,7 +36,14 @@ class EntropyCoefficient:
         return applied_entropy_coefficient(self.coefficient, self.entropy, target=self.config.entropy_target)
 
     def after(self, metrics: Metrics) -> EntropyCoefficient:
-        """After a step that reported these metrics. Without an entropy it had no tokens: the coefficient stays."""
+        """After a step that reported these metrics, which get the coefficient too if there ever is a bonus."""
+        following = self._moved(metrics)
+        if following.is_on:
+            metrics.same("entropy_coef", following.coefficient)
+        return following
+
+    def _moved(self, metrics: Metrics) -> EntropyCoefficient:
+        """Without an entropy the step had no tokens: the coefficient stays."""
         config = self.config
         name = "entropy" if config.top_entropy_quantile == 1 else "top_entropy"
         if not config.use_adaptive_entropy or (entropy := metrics.values().get(name)) is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from trainers.rewards.advantages import (
     sequence_kl,
     total_rewards,
 )
+from trainers.rewards.classified import classified, mean_log_ratios
 from trainers.rewards.estimators import RewardBatch, estimated
 
 
@@ -176,6 +178,24 @@ def with_selection(config: GRPOConfig, chunk: Samples, logps: Ragged, seed: tupl
     selected = np.zeros(len(counted), bool)
     selected[counted] = chosen
     return dataclasses.replace(chunk, selected=Ragged(selected, logps.offsets))
+
+
+def with_slopes(config: GRPOConfig, chunk: Samples, score: Callable[[Samples], Ragged]) -> tuple[Samples, float]:
+    """The samples of one optimizer step with the slopes of ``loss_type: real`` as their advantages, and that loss.
+
+    Workers give its gradient alone. With another loss the samples stay as they are, and the loss is 0.
+    ``score``: log-probabilities of the policy as it is before the step. The slope by the mean of a completion's
+    log-ratios is shared out over its tokens; the loss divides by the tokens of the step.
+    """
+    if config.loss_name != "real":
+        return chunk, 0.0
+    advantages, logps = chunk.advantages, score(chunk)
+    assert isinstance(advantages, np.ndarray), "a completion is classified as a whole"
+    scores_B = mean_log_ratios(logps, chunk.old_logps, asked(chunk.loss_mask))
+    loss, slopes_B = classified(scores_B, advantages, config.num_generations, config.real_tau)
+    counts_B = num_loss_tokens(chunk)
+    shares_B = counts_B.sum() / np.maximum(counts_B, 1)
+    return dataclasses.replace(chunk, advantages=(-slopes_B * shares_B).astype(np.float32)), loss
 
 
 def num_loss_tokens(samples: Samples) -> np.ndarray:

@@ -49,7 +49,7 @@ from trainers.grpo.config import GRPOConfig, check_chosen
 from trainers.grpo.entropy_coefficient import EntropyCoefficient
 from trainers.grpo.loss import grpo_loss, step_numbers
 from trainers.grpo.plan import GenerationPlan, RowStream
-from trainers.grpo.samples import Rewarded, credit, differing_groups, fullest, with_selection
+from trainers.grpo.samples import Rewarded, credit, differing_groups, fullest, with_selection, with_slopes
 from trainers.metrics import Metrics
 from trainers.parts.checks import (
     check_before_start,
@@ -345,11 +345,11 @@ class GRPOTrainer:
 
     def learn(self, chunk: Samples, generation: Samples) -> Metrics:
         """One optimizer step on a chunk of a generation."""
+        chunk, loss = with_slopes(self.config, chunk, self.policy.logps)
         chunk, numbers = step_numbers(self.config, chunk, generation, self.entropy_coef.applied)
         metrics = self.policy.step(chunk, numbers, entropy_gradient=numbers.entropy_coef > 0)
+        metrics.sum("loss", loss)
         self.entropy_coef = self.entropy_coef.after(metrics)
-        if self.entropy_coef.is_on:
-            metrics.same("entropy_coef", self.entropy_coef.coefficient)
         return metrics
 
     def evaluate(self) -> dict[str, float]:

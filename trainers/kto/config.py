@@ -31,12 +31,12 @@ class KTOConfig(ReferenceConfig):
     max_length: int | None = 1024
     """Tokens of prompt and completion; truncation_mode says how longer sequences are cut."""
     truncation_mode: TruncationMode = "keep_start"
-    """For a sequence that is too long: keep_start, keep_end, or drop (the row). A prompt with the completion of another
-    row, which estimates the KL, keeps its start."""
+    """For a sequence that is too long: keep_start, keep_end, or drop (the row). A prompt with another row's completion,
+    for the KL, always keeps its start."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     packing: bool = False
-    """Batch sizes count packs instead of completions. A pack is several completions, of at most max_length tokens
+    """Batch sizes count packs instead of completions. A pack has several completions of at most max_length tokens
     together. It passes through the model without padding, as with padding_free. If the KL is estimated, each row counts
     twice: its prompt is also scored with another completion."""
 
@@ -44,13 +44,13 @@ class KTOConfig(ReferenceConfig):
     loss_type: KTOLossType = "kto"
     """kto, or apo_zero_unpaired, which estimates no KL. Formulas and papers are in losses/kto.py."""
     beta: float = 0.1
-    """How strongly the policy is held to the reference; more: closer."""
+    """How strongly the policy is held to the reference. A larger value keeps it closer."""
     desirable_weight: float = 1.0
     """Weight of the losses of desirable completions, for data with fewer of them."""
     undesirable_weight: float = 1.0
     """Weight of the losses of undesirable completions."""
     kl_batch_size: int | None = None
-    """Number of completions in a KL batch. Within it, each prompt also gets the completion of another prompt. null:
+    """Number of completions in a KL batch. In a batch, each prompt also gets the completion of another prompt. null:
     all."""
 
     # Evaluation

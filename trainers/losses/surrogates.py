@@ -141,6 +141,16 @@ def gpg(batch: PolicyBatch) -> torch.Tensor:
     return -batch.advantages_BX * batch.logps_BT
 
 
+@register_loss("real", average="step_tokens")
+def real(batch: PolicyBatch) -> torch.Tensor:
+    """-A logp less its value, so that A alone decides the gradient: REAL (arXiv 2602.05630).
+
+    The loss of a completion depends on the others of its prompt. ``grpo/samples.py`` knows them all: A is there what
+    the gradient of their loss is, by ``rewards/classified.py``.
+    """
+    return -batch.advantages_BX * (batch.logps_BT - batch.logps_BT.detach())
+
+
 @register_loss("clip_cov", average="tokens")
 def clip_cov(batch: PolicyBatch, *, epsilon: float, epsilon_high: float, delta: float | None = None) -> PolicyTerms:
     """The clipped surrogate, without gradient at the selected tokens: Clip-Cov (arXiv 2505.22617, section 4.2).

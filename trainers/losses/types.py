@@ -23,6 +23,7 @@ PolicyLossType = Literal[  # bundled ones
     "kl_cov",
     "dppo_tv",
     "dppo_kl",
+    "real",
 ]
 Average = Literal["tokens", "step_tokens", "sequence_means", "sequence_sums", "max_length"]
 ImportanceLevel = Literal["token", "sequence", "sequence_token", "sequence_product"]
@@ -47,10 +48,6 @@ RolloutRejection = Literal[  # what is compared with the bounds: of a token, or 
     "sequence_max_k2",
     "sequence_max_k3",
 ]
-NOT_BUILT = {  # loss types of other systems, and what is near to them
-    "real": "loss_type 'real' classifies the completions of a prompt against each other, so that no group could be cut "
-    "into micro-batches: it is not built. Its nearest relative here is sapo, whose gradients are bounded too."
-}
 SFTLossType = Literal["nll", "dft"]
 PreferenceLossType = Literal[
     "sigmoid",

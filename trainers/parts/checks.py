@@ -40,8 +40,8 @@ TOKENIZED_AT_ONCE = 1024  # prompts
 
 
 def check_before_start(config: TrainConfig, groups: DeviceGroups | None) -> None:
-    """Raises ConfigError for what is not there or damaged, for what megatron cannot do, and for a model, a tokenizer,
-    workers and arguments that do not go together."""
+    """Raises ConfigError for missing or damaged files, and for settings that megatron does not support. Model,
+    tokenizer, workers and arguments must also fit together."""
     with mistakes_of("external_plugins"):
         load_plugins(config.external_plugins)
     check_known(config.report_to)
@@ -67,9 +67,10 @@ def num_train_shards(config: TrainConfig, groups: DeviceGroups | None, role: str
 
 
 def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> None:
-    """Raises ConfigError for an engine that is not there, a field it lacks, or a placement it cannot work in.
+    """Raises ConfigError for an engine that is not installed, an unknown field, or a placement that it does not
+    support.
 
-    Warns of keys that have no effect where role rollout has devices of its own.
+    Warns of keys that have no effect if role rollout has its own devices.
     """
     if config.rollout_engine == "vllm":
         from trainers.rollout.vllm.adapter import check_adapter
@@ -94,8 +95,8 @@ def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> 
     idle = [name for name in ("sleep_level", "offload_model", "offload_optimizer") if getattr(config, name)]
     if idle and not shares_devices:
         logger.warning(
-            "without effect: %s. Room is made where one device trains and generates by turns, but role rollout has a "
-            "device group of its own",
+            "without effect: %s. These keys free memory if one device trains and generates in turn. But role rollout "
+            "has its own device group",
             ", ".join(idle),
         )
     if config.rollout_engine == "vllm" and shares_devices:
@@ -104,8 +105,8 @@ def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> 
     shares_processes = groups is None or groups.group_of("rollout") == groups.group_of("train")
     if size > 1 and shares_processes:
         raise ConfigError(
-            f"vllm_tensor_parallel_size={size}: workers that also train have a slice each. Give role rollout a group "
-            "of its own; with shares_devices_with it may be on the same devices."
+            f"vllm_tensor_parallel_size={size}: workers that also train have a slice each. Give role rollout its own "
+            "group. With shares_devices_with, it may use the same devices."
         )
     if config.rollout_engine == "vllm":
         check_model_fits(f"vllm_tensor_parallel_size={size}", size, groups, "rollout")
@@ -160,7 +161,8 @@ def check_prompts_fit(
         told = f"the model's {length} positions"
     if not isinstance(length, int) or length < 0:
         return  # vLLM finds one itself
-    room = length - config.max_completion_length
+    least = 1 if config.vllm_clip_completions else config.max_completion_length
+    room = length - least
     for key, rows in datasets.items():
         long = (
             (k, row)
@@ -174,10 +176,10 @@ def check_prompts_fit(
             for place, prompt_ids in zip(places, found, strict=True):
                 if len(prompt_ids) > room:
                     raise ConfigError(
-                        f"{key}: the prompt of row {place} (from 0, of {len(rows)}) has {len(prompt_ids)} tokens, and "
-                        f"with a completion of {config.max_completion_length} (max_completion_length) that is more "
-                        f"than {told}. Set max_prompt_length to at most {room}, which cuts the beginning of "
-                        "longer prompts. Or change one of the lengths, or remove the row."
+                        f"{key}: the prompt of row {place} (from 0, of {len(rows)}) has {len(prompt_ids)} tokens. With "
+                        f"a completion of {least} tokens (max_completion_length), this is more than {told}. Set "
+                        f"max_prompt_length to at most {room}, which cuts the beginning of longer prompts. Or change "
+                        "one of the lengths, or remove the row."
                     )
 
 
@@ -192,6 +194,6 @@ def check_staleness(max_staleness: int, groups: DeviceGroups | None) -> None:
     """Raises ConfigError for completions begun ahead where there is nothing that could run beside training."""
     if max_staleness and (groups is None or groups.share_devices("rollout", "train")):
         raise ConfigError(
-            f"max_staleness={max_staleness} generates while the policy is trained, but both are on the same "
-            "devices. Give role rollout a group with devices of its own, or remove it."
+            f"max_staleness={max_staleness} generates while the policy is trained, but both are on the same devices. "
+            "Give role rollout a group with its own devices, or remove the key."
         )

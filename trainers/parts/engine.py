@@ -53,6 +53,7 @@ def build_engine(
         vision=getattr(lender, "vision", None),
         gets_part=config.backend == "megatron",  # which may have frozen the vision tower, and then sends none of it
         processing=config.image_processor_kwargs,
+        videos=config.video_processor_kwargs,
     )
     if gathers:
         engine.check_decoding()
@@ -71,9 +72,9 @@ def check_shards_are_here(config: CompletionConfig, backend: Backend | None) -> 
     num_engines, num_train = here.world_size, dist.get_world_size() if dist.is_initialized() else 1
     if num_engines < num_train and config.fsdp_sharding_strategy != "no_shard":
         raise ConfigError(
-            f"role rollout has {num_engines} of the {num_train} workers that train, and rollout_engine: hf completes "
-            "prompts with the policy's own weights, which lie in shards on all of them. Put both roles into one group, "
-            "or set fsdp_sharding_strategy: no_shard."
+            f"role rollout has {num_engines} of the {num_train} workers that train. rollout_engine: hf generates with "
+            "the policy's own weights, which are sharded over all of these workers. Put both roles into one group, or "
+            "set fsdp_sharding_strategy: no_shard."
         )
 
 
@@ -157,6 +158,7 @@ def sampling_of(config: CompletionConfig, temperature: float | None = None) -> S
         min_p=config.min_p,
         repetition_penalty=config.repetition_penalty,
         stop_token_ids=tuple(config.stop_token_ids),
+        clips=config.vllm_clip_completions,
         generation_kwargs=config.generation_kwargs,
     )
 

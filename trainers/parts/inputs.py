@@ -14,7 +14,7 @@ from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.data.broken_rows import Counted, counted, prompt_mistake, without_broken
 from trainers.data.images.conversations import COLUMNS
-from trainers.data.images.processor import ImageReader, is_vision, load_processor, seen_too
+from trainers.data.images.processor import ImageReader, is_vision, load_processor, seen_too, video_refusal
 from trainers.data.rows import drop_long_prompts, load_rows, prompt_of
 from trainers.parts.model_checks import (
     check_adapter,
@@ -33,8 +33,7 @@ REWARD_MODEL = "reward_model"
 def read_rows(config: RunConfig, source: Any, split: str, images: ImageReader | None = None) -> Any:
     """The rows of ``dataset`` or ``eval_dataset``; ``images``: of a model that sees pictures, which rows then may have.
 
-    Of the rows to learn from it is counted how many are left out, here and later. Raises ConfigError if there are none
-    of the kind.
+    For training rows it counts how many are left out, here and later. Raises ConfigError if there are no rows.
     """
     learns = isinstance(config, TrainConfig) and (source, split) == config.training_data
     counted.set(Counted((source, split), is_open=True) if learns else replace(counted.get(), is_open=False))
@@ -48,6 +47,7 @@ def read_rows(config: RunConfig, source: Any, split: str, images: ImageReader | 
             skip_broken=skips_broken(config),
             names={"model_name": config.model_name, "model_author": config.model_author},
             images=images is not None,
+            no_videos=None if images is None else images.no_videos,
         )
     if learns:
         counted.set(replace(counted.get(), num_read=len(rows) + counted.get().num_left_out))
@@ -61,12 +61,13 @@ def image_reader(
     beside: Mapping[str, str] | None = None,
     *,
     sees_episodes: bool = False,
+    no_videos: str | None = None,
 ) -> ImageReader | None:
     """What reads the pictures of rows for a model that sees some; None for others, and where others read texts alone.
 
     ``config``: of training or of sampling. ``beside``: the other models of the run by the keys that name them; all
-    must see pictures too. ``sees_episodes``: pictures may stand in episodes with an environment. The chat template is
-    the processor's, unless the configuration gives one.
+    must see pictures too. ``sees_episodes``: pictures may stand in episodes with an environment. ``no_videos``: why the
+    trainer shows no videos, and what to do. The chat template is the processor's, unless the configuration gives one.
 
     Raises:
         ConfigError: the model's processor cannot be loaded, or a model that is given its tokens has another one.
@@ -84,11 +85,40 @@ def image_reader(
     with mistakes_of("model"):
         told: dict[str, Any] = {"max_pixels": config.max_pixels, "urls": config.image_urls}
         told["processing"] = config.image_processor_kwargs
+        told["videos"] = getattr(config, "video_processor_kwargs", None)
+        told["no_videos"] = no_videos or videos_mistake(config, model, named)
         reader = ImageReader(tokenizer, model, trust_remote_code=config.trust_remote_code, **told)
         own = reader.processor.chat_template
+        if told["videos"] and told["no_videos"] is None:
+            load_processor(model, trust_remote_code=config.trust_remote_code, videos=told["videos"])
     if config.chat_template is None and own is not None:
         tokenizer.chat_template = own
     return reader
+
+
+def videos_mistake(config: Any, model: str, beside: Mapping[str, str]) -> str | None:
+    """Why the rows of a run of vision models cannot have videos, and what to do; None: they can.
+
+    ``beside``: as of ``image_reader``.
+    """
+    if not hasattr(config, "video_processor_kwargs"):
+        return "sampling shows no videos to a model. Take rows without videos"
+    for key in ("rollout_engine", "teacher_engine"):
+        if getattr(config, key, "hf") == "vllm":
+            return f"{key}: vllm shows no videos to a model. Write {key}: hf"
+    if getattr(config, "has_environment", False):
+        return "environments and tools show no videos to a model. Remove them, or take rows without videos"
+    trusted = config.trust_remote_code
+    for name in dict.fromkeys((model, *beside.values())):
+        if mistake := video_refusal(name, trust_remote_code=trusted):
+            return mistake
+    for key, name in beside.items():
+        if key.startswith(REWARD_MODEL) or name == model:
+            continue
+        own, theirs = (load_processor(one, trust_remote_code=trusted, videos={}) for one in (model, name))
+        if own.video_processor.to_dict() != theirs.video_processor.to_dict():
+            return f"{key}: its processor makes other tokens of videos than that of the policy. Take the same processor"
+    return None
 
 
 def check_same_pixels(
@@ -101,8 +131,8 @@ def check_same_pixels(
     own, theirs = (load_processor(name, **told) for name in (policy, model))
     if own.image_processor.to_dict() != theirs.image_processor.to_dict():
         raise ConfigError(
-            f"{key}: the processor of {model!r} makes other tokens of pictures than the processor of {policy!r}, whose "
-            "token ids it would be given. Take a model with the same processor."
+            f"{key}: the processor of {model!r} gives pictures other tokens than the processor of {policy!r}. But it "
+            "would get the token ids of the policy. Take a model with the same processor."
         )
 
 
@@ -115,10 +145,10 @@ def read_prompts(
     *,
     added_columns: Sequence[str] = (),
 ) -> Any:
-    """As ``read_rows``, of rows that each have a prompt to complete, and the columns that ``reward_funcs`` ask for.
+    """The rows of ``read_rows``, checked: each has a prompt to complete, and the columns that ``reward_funcs`` need.
 
-    ``tokenizer``: of the run; None: the one of ``config.model``, if that is a folder. ``added_columns``: of those that
-    the functions ask for, the ones that the trainer itself adds before it rewards completions.
+    ``tokenizer``: the run's. None: the tokenizer of ``config.model``, if that is a folder. ``added_columns``: the
+    columns for the functions that the trainer itself adds before it rewards completions.
 
     Raises:
         ConfigError: rows have no prompt, or a broken one, and ``skip_broken_rows`` is false. It names the first few.
@@ -181,7 +211,8 @@ def skips_broken(config: RunConfig) -> bool:
 
 
 def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:
-    """The folder or hub name of the model, built first if a plugin builds it or it grows, and its tokenizer.
+    """The folder or hub name of the model, and its tokenizer. If a plugin makes the model, or it needs new tokens, it
+    is built first.
 
     Raises:
         ConfigError: a tokenizer that cannot be loaded, has no end-of-sequence token, or has more tokens than the model.

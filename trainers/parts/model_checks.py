@@ -13,7 +13,7 @@ from trainers.backends.megatron.architectures import SEEING, SPEAKING
 from trainers.backends.own_code import own_code_mistake
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
-from trainers.configuration.vision import vision_mistake
+from trainers.configuration.vision import vision_mistake, vision_settings
 from trainers.data.images.processor import is_vision, seeing_part
 from trainers.parts.models import check_same_tokens, lora_settings
 from trainers.parts.tokenizer import load_tokenizer, new_tokens, tokenizer_there
@@ -34,6 +34,7 @@ ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout
 
 def check_optimizer(config: TrainConfig) -> None:
     """Raises ConfigError for ``optim_kwargs`` that the optimizer does not take: one makes a step on a few weights."""
+    _check_matrices(config)
     if config.backend != "fsdp" or not config.optim_kwargs:
         return
     import torch
@@ -57,6 +58,23 @@ def check_optimizer(config: TrainConfig) -> None:
         raise ConfigError(f"optim_kwargs={config.optim_kwargs} do not fit optim={config.optim}: {error}") from None
 
 
+def _check_matrices(config: TrainConfig) -> None:
+    """Raises ConfigError for a model with other weights than matrices and vectors, where all are Muon's."""
+    if config.optim != "muon" or config.has_adapter or config_file(config.model) is None:
+        return
+    from trainers.backends.fsdp.optimizer import muon_groups
+    from trainers.backends.fsdp.tuners.adapters import without_weights
+    from trainers.backends.fsdp.vision.parts import freeze
+
+    try:
+        module = without_weights(config.model, trust_remote_code=config.trust_remote_code)
+    except ValueError:
+        return
+    if is_vision(module.config):
+        freeze(module, vision_settings(config)["frozen"])
+    muon_groups(module, 0.0, {})
+
+
 def check_model_folder(config: TrainConfig) -> None:
     """Raises ConfigError for a folder that is no model, arguments it does not take, and a tokenizer of another model.
 
@@ -68,7 +86,7 @@ def check_model_folder(config: TrainConfig) -> None:
     check_whole(found, config.model, config.backend, scores=config.SCORES)
     if config.backend == "megatron" and found.model_type in SEEING and new_tokens(config):
         raise ConfigError(
-            f"new_special_tokens: {config.model!r} also sees, and would lose its tower where it gets rows for new "
+            f"new_special_tokens: {config.model!r} is a vision model, and would lose its tower with rows for new "
             "tokens. Remove them."
         )
     check_vision_model(config, found)
@@ -115,20 +133,27 @@ def check_adapter(config: TrainConfig, model: str) -> None:
     is_all = lora["target_modules"] == "all-linear"
     if config.tuner_type == "lora" and is_all and not lora.get("modules_to_save"):
         return
-    from trainers.backends.fsdp.tuners.adapters import check_tied, target_mistake, tuner_mistake, without_weights
+    from trainers.backends.fsdp.tuners.adapters import (
+        check_tied,
+        target_mistake,
+        tuner_mistake,
+        with_modules,
+        without_weights,
+    )
 
     try:
         module = without_weights(model, trust_remote_code=config.trust_remote_code)
     except ValueError:
         return
-    check_tied(module, lora)
-    if mistake := None if is_all else target_mistake(module, lora):
+    settings = with_modules(module, lora)
+    check_tied(module, settings)
+    if mistake := None if is_all else target_mistake(module, settings):
         told = ", ".join(config.lora_target_modules) or "empty"
         raise ConfigError(
             f"lora_target_modules is {told}, which do not fit {model!r}: {mistake}. Name some of these, or write "
             "all-linear for all."
         )
-    if mistake := tuner_mistake(module, config.tuner_type, lora):
+    if mistake := tuner_mistake(module, config.tuner_type, settings):
         raise ConfigError(f"tuner_type: {config.tuner_type} does not fit {model!r}: {mistake}")
 
 
@@ -222,8 +247,8 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp", *, scores
     if backend == "fsdp" and seeing_part(configuration) is not configuration:
         remedy = "Take another model." if scores else "Write backend: megatron, which trains it in SFT, DPO and KTO."
         raise ConfigError(
-            f"model: {model!r} ({configuration.model_type}) also hears and speaks, and backend: fsdp has no class that "
-            f"trains the part that sees and reads. {remedy}"
+            f"model: {model!r} ({configuration.model_type}) is also an audio model. backend: fsdp has no class that "
+            f"trains only its text and vision part. {remedy}"
         )
     if backend == "fsdp" and is_vision(configuration):
         return
@@ -240,8 +265,8 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp", *, scores
     if towers and kind is not None and getattr(kind, "config_class", None) is not type(configuration):
         raise ConfigError(
             f"model: {model!r} has a {towers[0].removesuffix('_config')} tower, and is trained here by "
-            f"{kind.__name__}, which is only for text. The saved model would lack its tower. Vision models "
-            "are trained with backend: fsdp; models that hear are not supported yet."
+            f"{kind.__name__}, which is only for text. The saved model would lack its tower. Train vision models with "
+            "backend: fsdp. Audio models are not supported yet."
         )
 
 
@@ -263,12 +288,6 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
                 f"model: {config.model!r} ({found.model_type}) also hears and speaks, and no engine completes prompts "
                 "for such a model here. Train it in SFT, DPO or KTO, or take another vision model."
             )
-        for name in ("freeze_vit", "freeze_aligner"):
-            if getattr(config, name) is False and config.has_adapter:
-                raise ConfigError(
-                    f"{name} is false, but an adapter of backend: megatron is on the language model of "
-                    f"{config.model!r} alone. Remove it, or write backend: fsdp."
-                )
         rates = [name for name in ("vit_lr", "aligner_lr") if getattr(config, name) is not None]
         if rates and not config.learning_rate:
             raise ConfigError(
@@ -282,8 +301,8 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
             )
         if config.freeze_llm and config.pipeline_model_parallel_size > 1:
             raise ConfigError(
-                "freeze_llm is true, but with backend: megatron the first pipeline stage alone has something else that "
-                "learns. Write pipeline_model_parallel_size: 1, or backend: fsdp."
+                "freeze_llm is true, but with backend: megatron only the first pipeline stage has other trained "
+                "weights. Write pipeline_model_parallel_size: 1, or backend: fsdp."
             )
     if config.sequence_parallel_size > 1:
         raise ConfigError(
@@ -291,20 +310,20 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
             "yet. Remove it."
         )
     if getattr(config, "rollout_engine", "hf") == "vllm":
-        check_engine_sees(config)
+        check_engine_sees(config, found)
 
 
-def check_engine_sees(config: Any) -> None:
-    """Raises ConfigError if vLLM cannot complete prompts for a vision model that the run trains."""
-    from trainers.rollout.vllm.vision.features import check_torchvision
+def check_engine_sees(config: Any, found: Any) -> None:
+    """Raises ConfigError if vLLM cannot complete prompts for a vision model of this configuration, which is trained."""
+    from trainers.rollout.vllm.vision.features import check_pictures
 
-    check_torchvision()
-    is_whole = {config.freeze_vit, config.freeze_aligner} == {False}
+    check_pictures(found)
+    is_whole = not {"vit", "aligner"} & set(vision_settings(config)["frozen"])
     drops = getattr(config, "sleep_level", 0) == 2 or config.vllm_engine_kwargs.get("load_format") == "dummy"
     if config.backend == "megatron" and not is_whole and drops:
         raise ConfigError(
-            "backend: megatron sends engines no frozen parts of a vision model, so that the engine must keep those "
-            "that it has read. Set sleep_level: 1, and no load_format: dummy."
+            "backend: megatron does not send the frozen parts of a vision model to the engine. So the engine must "
+            "keep the parts that it has read. Set sleep_level: 1, and no load_format: dummy."
         )
 
 

@@ -153,6 +153,7 @@ def build_megatron(config: TrainConfig, model: str, arguments: dict[str, Any]) -
     from trainers.backends.megatron.fields import divided
 
     settings = replace(megatron_settings(config), **divided(config.megatron))
+    arguments = {name: value for name, value in arguments.items() if name != "pooling"}  # which is last, or refused
     backend = MegatronBackend(model, settings=settings, **{"async_save": config.async_save, **arguments})
     RayHelper.shard(*backend.shard)
     return backend

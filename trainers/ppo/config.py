@@ -32,21 +32,21 @@ class PPOConfig(CompletionConfig):
     # Models
     value_model: str | None = None
     """The critic's first weights, a folder or hub name with the policy's tokens. null: the weights of ``reward_model``,
-    else the policy's with a new head."""
+    else the policy with a new head."""
     value_learning_rate: float | None = None
-    """The critic's. null: ``learning_rate``."""
+    """Learning rate of the critic. null: ``learning_rate``."""
     ref_model: str | None = None
-    """The model that the KL keeps the policy close to. null: the policy as it starts."""
+    """The reference model of the KL. null: the starting policy."""
 
     # Batches
     num_ppo_epochs: int = 4
-    """Times that a batch of completions is gone through."""
+    """Number of passes through each batch of completions."""
     num_mini_batches: int = 1
-    """Optimizer steps per pass through a batch. The batch has this multiple of the sequences of one step."""
+    """Optimizer steps per pass through a batch. A batch has num_mini_batches times the sequences of one step."""
 
     # Generation
     max_completion_length: int = 53
-    """Tokens, the stop token included."""
+    """Largest number of tokens of a completion, with its stop token."""
     temperature: float = 0.7
     """Logits are divided by it, in sampling and in the loss."""
 
@@ -57,42 +57,42 @@ class PPOConfig(CompletionConfig):
     """Processes beside every rollout worker that run ``reward_funcs`` on finished completions while others are
     generated. 0: the driver runs them when all completions have finished."""
     reward_timeout_s: float | None = None
-    """Seconds that a reward function may take for the completions that it is given at once. null: no limit."""
+    """Seconds that one call of a reward function may take. null: no limit."""
     reward_model: str | None = None
-    """A sequence classifier of one label, folder or hub name; its score is a further reward. null: none."""
+    """A sequence classifier with one label, as a folder or hub name. Its score is a further reward. null: none."""
     reward_weights: list[float] | None = None
-    """One per reward function. The last one is for the reward model. null: 1 for each."""
+    """One weight per reward function, then one for the reward model. null: 1 for each."""
     missing_eos_penalty: float | None = None
-    """Subtracted from the score of completions that ran into ``max_completion_length``. null: nothing."""
+    """Subtracted from the score of completions that reached ``max_completion_length``. null: nothing."""
     kl_coef: float = 0.05
     """Weight of the KL to the reference model in the rewards of tokens. 0: no reference model is loaded."""
     kl_estimator: KLEstimator = "k1"
     """k1 (unbiased), or k3 (never negative, less variance)."""
     whiten_rewards: bool = False
-    """Give the rewards of all tokens of a batch the variance 1."""
+    """Scale the rewards of all tokens of a batch to variance 1."""
 
     # Loss
     gamma: float = 1.0
     """Discount of rewards and values per token."""
     lam: float = 0.95
-    """GAE's lambda. 1: only rewards count; 0: only the critic counts."""
+    """GAE's lambda. 1: only rewards count. 0: mostly the critic counts."""
     lam_critic: float | None = None
-    """Lambda of the returns that the critic learns. null: ``lam``. With 1.0, as in VAPO (arXiv 2504.05118), targets are
-    the rewards to go, without the bias of the critic."""
+    """Lambda of the returns that the critic learns. null: ``lam``. With 1.0, as in VAPO (arXiv 2504.05118), the
+    critic's bias is not in its targets."""
     length_adaptive_alpha: float | None = None
-    """Alpha in the lambda of the policy's advantages: 1 - 1 / (alpha l) for l tokens (VAPO: 0.05). null: it is
-    ``lam``."""
+    """Makes lambda of the policy's advantages 1 - 1 / (alpha l), for l tokens and this alpha (VAPO: 0.05). null: lambda
+    is ``lam``."""
     cliprange: float = 0.2
-    """The ratio to the old policy is clipped to 1 - cliprange, 1 + cliprange."""
+    """The ratio to the old policy is clipped to the range from 1 - cliprange to 1 + cliprange."""
     cliprange_value: float = 0.2
-    """The critic's value is clipped to its old value - cliprange_value, + cliprange_value."""
+    """The critic's value may differ from its old value by at most cliprange_value."""
     vf_coef: float = 0.1
-    """The critic's loss is multiplied by it. The critic has its own optimizer. With AdamW this matters only to
-    adam_epsilon and max_grad_norm. See value_learning_rate."""
+    """The critic's loss is multiplied by it. The critic has its own optimizer. With AdamW, it changes only the effect
+    of adam_epsilon and max_grad_norm. See value_learning_rate."""
 
     # Evaluation
     eval_temperature: float | None = None
-    """0: greedy. null: ``temperature``."""
+    """Temperature in evaluation. 0: greedy. null: ``temperature``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,6 +117,11 @@ def check_ppo(config: PPOConfig) -> None:
     """Raises ConfigError naming the first key whose value has no meaning."""
     if not config.reward_funcs and config.reward_model is None:
         raise ConfigError("there is nothing to learn from: give reward_funcs, such as exact_answer, or a reward_model")
+    if config.vllm_clip_completions:
+        raise ConfigError(
+            "vllm_clip_completions: PPO takes a completion shorter than max_completion_length for one that ended. "
+            "Remove it, and lower max_prompt_length or max_completion_length."
+        )
     check_reward_functions(config)
     for name in ("value_model", "ref_model", "reward_model"):
         check_folder(name, getattr(config, name))
@@ -127,7 +132,7 @@ def check_ppo(config: PPOConfig) -> None:
             "(reward_funcs, and reward_model as the last)"
         )
     if config.ref_model is not None and not config.kl_coef:
-        raise ConfigError("ref_model is set, but kl_coef is 0, so that nobody would ask it. Remove one of them.")
+        raise ConfigError("ref_model is set, but kl_coef is 0, so it would have no effect. Remove one of them.")
     if not 0 < config.temperature < math.inf:
         raise ConfigError(f"temperature must be positive to explore, got {config.temperature}; see eval_temperature")
     for name in ("gamma", "lam"):

@@ -25,7 +25,9 @@ def main(arguments: Sequence[str]) -> int:
         prog="rayhelper report", description="Writes one page about a run, or about several runs side by side."
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the output_dir of a run")
-    parser.add_argument("--output", help="the file to write (default: report.html in RUN, of several runs here)")
+    parser.add_argument(
+        "--output", help="the file to write (default: report.html in RUN; with several runs, in this folder)"
+    )
     options = parser.parse_args(list(arguments))
     folders = [Path(run) for run in options.runs]
     try:

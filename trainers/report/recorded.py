@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from rayhelper.text import Loader
+from rayhelper.text import read_yaml
 from trainers.run.origin import ORIGIN_FILE
 
 EVAL = "eval_"
@@ -82,14 +82,14 @@ def recorded(folder: Path, name: str | None = None) -> Recorded:
 def _read_settings(run: Recorded) -> None:
     try:
         run.settings_text = (run.folder / "config.yaml").read_text(encoding="utf-8")
-        found = yaml.load(run.settings_text, Loader=Loader)
+        found = read_yaml(run.settings_text)
         if not isinstance(found, dict):
             raise ValueError("it holds no keys")
         run.settings = {str(key): value for key, value in found.items()}
     except FileNotFoundError:
         run.problems.append("config.yaml is missing: the settings of the run are not known.")
     except (OSError, ValueError, yaml.YAMLError) as error:
-        run.problems.append(f"config.yaml cannot be read ({_first_line(error)}): the settings are shown as they stand.")
+        run.problems.append(f"config.yaml cannot be read ({_first_line(error)}): the settings are shown unchanged.")
 
 
 def _read_origin(run: Recorded) -> None:

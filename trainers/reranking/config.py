@@ -26,31 +26,31 @@ class RerankingConfig(TrainConfig):
 
     task_type: Literal["reranker", "generative_reranker"] = "reranker"
     """reranker: a linear layer gives a query with a document its score. generative_reranker: a language model is asked
-    whether they fit; the score is the logit of yes less that of no (Qwen3-Reranker)."""
+    whether they fit. The score is logit(yes) - logit(no), as in Qwen3-Reranker."""
     output_dir: str = "outputs/reranking"
     disable_dropout: bool = False
     loss_type: Literal["pointwise_reranker", "listwise_reranker"] = "pointwise_reranker"
-    """pointwise_reranker: each document fits its query, or does not (binary cross entropy). listwise_reranker: the
-    right one among the documents of a query (cross entropy)."""
+    """pointwise_reranker: each document fits its query, or does not (binary cross entropy). listwise_reranker: find the
+    relevant document among the documents of a query (cross entropy)."""
     listwise_reranker_temperature: float = 1.0
-    """Divides the scores."""
+    """The scores are divided by it."""
     listwise_reranker_min_group_size: int = 2
-    """Queries with fewer documents are not learned from."""
+    """Queries with fewer documents are not trained on."""
     max_positive_samples: int = 1
-    """Right documents per row and step, each with its own negatives. If a row has more, some are drawn."""
+    """Relevant documents per row and step, each with its own negatives. If a row has more, some are drawn."""
     max_negative_samples: int = 7
-    """Wrong documents per right document. If a row has more, some are drawn."""
+    """Irrelevant documents per relevant document. If a row has more, some are drawn."""
     generative_reranker_positive_token: str = "yes"
-    """The token that says that a document fits."""
+    """The token for a document that fits the query."""
     generative_reranker_negative_token: str = "no"
-    """The token that says that a document does not fit."""
+    """The token for a document that does not fit the query."""
     instruction: str | None = None
-    """The task of a generative_reranker, for rows without a system message. null: Qwen3-Reranker's words."""
+    """The task of a generative_reranker, for rows without a system message. null: the instruction of Qwen3-Reranker."""
     use_chat_template: bool | None = None
-    """For reranker: the query is a turn of the user, the document a turn of the assistant. false: a pair of texts, as
-    the tokenizer joins them. null: false for encoders and without a template, else true."""
+    """For reranker: the query is a turn of the user, the document a turn of the assistant. false: the tokenizer joins
+    the pair of texts. null: false for encoders and without a template, else true."""
     max_length: int | None = 1024
-    """Tokens of a query with a document. Rows with a longer one are dropped."""
+    """Largest number of tokens of a query with a document. Rows with more are dropped."""
     packing: bool = False
     """Batch sizes count packs instead of queries: a pack has queries of at most max_length tokens. They pass through
     the model without padding, as with padding_free."""

@@ -40,6 +40,7 @@ from trainers.reranking.texts import PairEncoder
 from trainers.run.run import Run, saved_order
 
 HEADLINE = ("loss", "accuracy", "mrr")
+NO_VIDEOS = "rerankers see pictures and no videos. Take rows without videos"
 
 
 @RayHelper.worker(group="train")
@@ -70,7 +71,7 @@ class RerankingTrainer:
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
         found = configuration_of(self.model_path, config.trust_remote_code)
         check_reranker(config, found)
-        self.images = image_reader(config, self.model_path, self.tokenizer)
+        self.images = image_reader(config, self.model_path, self.tokenizer, no_videos=NO_VIDEOS)
         is_plain = is_encoder(found) or not self.tokenizer.chat_template
         self.answers = answer_ids(config, self.tokenizer) if config.is_generative else None
         self.encoder = PairEncoder(
@@ -205,8 +206,8 @@ def check_reranker(config: RerankingConfig, found: Any) -> None:
     is_classifier = any(name.endswith("ForSequenceClassification") for name in names)
     if has_code and not config.is_generative and not is_classifier:
         raise ConfigError(
-            f"model: {config.model!r} ({', '.join(names)}) has a reranker of its own code, which is not trained here. "
-            "Take a language model, or a reranker of transformers."
+            f"model: {config.model!r} ({', '.join(names)}) has its own reranker code, which is not trained here. Take "
+            "a language model, or a reranker of transformers."
         )
     if config.is_generative and is_encoder(found):
         raise ConfigError(f"model: {config.model!r} writes no answer. Write task_type: reranker")

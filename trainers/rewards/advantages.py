@@ -242,8 +242,8 @@ def reward_table(rewards_BK: Any, num_generations: int) -> np.ndarray:
         )
     if num_generations < 1 or len(table) % num_generations:
         raise ValueError(
-            f"{len(table)} completions do not fill groups of num_generations={num_generations}: "
-            "pass the rewards of whole groups, with the completions of a prompt side by side"
+            f"{len(table)} completions do not fill groups of num_generations={num_generations}. Pass the rewards of "
+            "whole groups, with the completions of a prompt next to each other"
         )
     infinite = np.argwhere(np.isinf(table))
     if len(infinite):

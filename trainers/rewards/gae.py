@@ -117,4 +117,4 @@ def whiten(values: np.ndarray, counts: np.ndarray, *, shift_mean: bool = True) -
 
 def _check_rows(name: str, found: object, expected: object) -> None:
     if not np.array_equal(found, expected):  # type: ignore[arg-type]
-        raise ValueError(f"{name} must have the rows of what it belongs to, {expected}, got {found}")
+        raise ValueError(f"{name} must have as many entries per row as the values: {expected}, got {found}")

@@ -23,6 +23,7 @@ class Sampling:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    clips: bool = False  # the length of vLLM's model ends a completion that it has no more room for
     generation_kwargs: dict[str, Any] = field(default_factory=dict)  # of GenerationConfig, or vLLM's SamplingParams
 
 

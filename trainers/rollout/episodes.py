@@ -33,7 +33,7 @@ from jinja2 import TemplateError
 
 from rayhelper.watch.interrupts import run
 from trainers.batch import Prompts, Ragged, Rollouts
-from trainers.data.images.conversations import COLUMNS, num_pictures
+from trainers.data.images.conversations import COLUMNS, kinds_in
 from trainers.data.images.pictures import Pictures
 from trainers.data.images.processor import ImageReader
 from trainers.data.rows import prompt_of, tokenize_prompts
@@ -394,10 +394,11 @@ class Stage:
 
     def _room(self, server: TurnServer | TurnStream, episode: Episode) -> int:
         """Tokens that may still be put behind the episode's."""
-        if not self.limits_each_turn:
-            return server.sampling.max_completion_length - len(episode.ids)
-        length = getattr(server.engine, "max_model_len", None)
-        return sys.maxsize if length is None else length - len(episode.prompt_ids) - len(episode.ids)
+        sampling, length = server.sampling, getattr(server.engine, "max_model_len", None)
+        room = sys.maxsize if self.limits_each_turn else sampling.max_completion_length - len(episode.ids)
+        if length is not None and (self.limits_each_turn or sampling.clips):
+            room = min(room, length - len(episode.prompt_ids) - len(episode.ids))
+        return room
 
 
 def reply_ids(
@@ -490,7 +491,7 @@ def rollouts_of(episodes: Sequence[Episode], are_texts: Sequence[bool]) -> Rollo
 
 def _seen(messages: Sequence[Message], images: ImageReader | None) -> tuple[Sequence[Message], Pictures]:
     """The messages of a reply as a transcript has them, with places for pictures, and the pictures themselves."""
-    if not any(num_pictures(message, marks=False) for message in messages):
+    if not any(kinds_in(message) for message in messages):
         return messages, ()
     if images is None:
         raise ValueError("an environment answers with an image, and a model of this run reads only texts")

@@ -48,9 +48,9 @@ class BadSteps:
         """Raises BadStepsError, naming the rows, if no more bad steps are borne."""
         if self.consecutive >= self.most:
             raise BadStepsError(
-                f"{self.consecutive} optimizer steps in a row had a loss or gradient norm that is not finite (the last "
-                f"one: {self.found}), {named(sorted(self.rows))}. No weight was changed by them. Look at these "
-                "rows and their rewards, lower learning_rate, or bear more such steps with max_bad_steps."
+                f"{self.consecutive} optimizer steps in a row had no finite loss or gradient norm (the last one: "
+                f"{self.found}), {named(sorted(self.rows))}. They changed no weight. Look at these rows and their "
+                "rewards, lower learning_rate, or allow more such steps with max_bad_steps."
             )
 
 

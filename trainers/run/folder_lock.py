@@ -86,9 +86,8 @@ class FolderLock:
         owner = _owner(self.folder)
         if owner is not None and owner.token != self.owner.token:
             raise RuntimeError(
-                f"{self.folder} was taken over by process {owner.pid} on {owner.host} ({owner.since}), because "
-                f"this run had not updated its lock for {GONE_AFTER_S:g} s. This run ends, so that it does not "
-                "write there too."
+                f"{self.folder} was taken over by process {owner.pid} on {owner.host} ({owner.since}). This run had "
+                f"not updated its lock for {GONE_AFTER_S:g} s. It ends, so that two runs do not write there."
             )
 
 

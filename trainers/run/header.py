@@ -4,6 +4,7 @@
     data: 7,473 rows of gsm8k/train.jsonl (7,480 rows were read and 7 left out)
     roles: train, rollout on 8 GPU (policy); reward on 2 CPU
     steps: 934, of 64 sequences and at most 65,536 tokens each
+    rollout_engine: hf  # auto: the workers that train also generate
     chosen by the run: token_budget: auto, gradient_checkpointing: auto (...)
     translated: learning_rate from lr, dtype from bf16
 
@@ -58,7 +59,7 @@ def start_lines(config: TrainConfig, checkpoint: Path | None) -> Iterator[str]:
         yield f"resume_from_checkpoint: {folder} has no checkpoint, so the run starts at step 0"
     if final.exists():
         can_resume = found and not config.resume_from_checkpoint and builds_model.get() is None
-        advice = "; to go on with that run, write resume_from_checkpoint: auto" if can_resume else ""
+        advice = "; to continue that run, write resume_from_checkpoint: auto" if can_resume else ""
         yield (
             f"{final} is of an earlier run, and is replaced at the end of this one. To keep it, write another "
             f"output_dir{advice}"
@@ -84,7 +85,7 @@ def _learns(config: TrainConfig) -> str:
         return told
     if config.has_adapter:
         return f"{told} (none in {' and '.join(frozen)})" if sees else told
-    return f"{told} except those of {' and '.join(frozen)}{'' if sees else ' of a model that sees'}"
+    return f"{told} except {' and '.join(frozen)}{'' if sees else ' of a vision model'}"
 
 
 def _has_tower(model: str) -> bool | None:
@@ -165,15 +166,26 @@ def _chosen(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> It
         yield f"chosen by the run: {', '.join(keys)} (on a GPU, where the log has the values that fix them)"
 
 
+def _engine(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
+    _, chosen = _as_read(config)
+    yield from (f"{key}: {getattr(config, key)}  # auto: {reason}" for key, reason in chosen.items())
+
+
 def _translated(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
-    read, origins = read_from.get()
-    of_this_run = type(read) is type(config) and all(
-        getattr(read, key) == getattr(config, key) for key in ("output_dir", *origins)
-    )
-    if origins and of_this_run:
+    origins, _ = _as_read(config)
+    if origins:
         yield f"translated: {', '.join(f'{key} from {theirs}' for key, theirs in origins.items())}"
 
 
+def _as_read(config: TrainConfig) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Which keys others' keys said, and which were auto; nothing for a configuration that was made in Python."""
+    read, origins, chosen = read_from.get()
+    is_this = type(read) is type(config) and all(
+        getattr(read, key) == getattr(config, key) for key in ("output_dir", *origins, *chosen)
+    )
+    return (origins, chosen) if is_this else ({}, {})
+
+
 PARTS: tuple[Callable[[Any, int, Mapping[str, Any]], Iterator[str]], ...] = (
-    *(_model, _rows, _roles, _steps, _chosen, _translated),
+    *(_model, _rows, _roles, _steps, _engine, _chosen, _translated),
 )

@@ -5,7 +5,8 @@
     SIGINT                       the same with ``save_on_interrupt``, exit with 130; the next one interrupts
     save_before_s                the same, exit with 0
 
-``Run`` asks between its rounds; nothing here saves. Under torchrun process 0 decides for all, on Ray the driver.
+``Run`` asks between its rounds; nothing here saves. Under torchrun all processes end after the same step, whichever of
+them a signal reached; on Ray the driver is signalled.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ EXIT_CODE = 128 + signal.SIGTERM  # after each of SIGNALS, so that a scheduler l
 SAME_INTERRUPT_S = 3.0  # a terminal and torchrun's launcher both pass one Ctrl-C on
 STOP_GRACE_S = 20.0  # for a step, after SIGTERM; SLURM and Kubernetes send SIGKILL after 30 s
 SAVE_GRACE_S = 60.0  # for saving: half a checkpoint is worth nothing
-FIRST_SAVE_GRACE_S = 1800.0  # while nothing shows how long saving takes
+FIRST_SAVE_GRACE_S = 1800.0  # at most, while nothing shows how long saving takes
+SAVED_BYTES = 32  # per parameter: weights and Adam's state in float32 are 12, copies 4, and there may be two models
+SAVED_BYTES_PER_S = 1e8  # of a slow disk; behind them all is read once more, for the checksums
 STEP_LOOK_S = 0.2
 ASKED_S = 2.5  # within which process 0 of torchrun asks the others where they are
 UNWIND_S = 8.0  # from what was given up to the end of the run; on process 0 the others end meanwhile, which frees it
@@ -55,22 +58,41 @@ class Stop:
     code: int
 
 
+def first_save_s(num_parameters: int | None) -> float:
+    """Seconds that the first checkpoint of a run has after SIGTERM: what its bytes take on a slow disk.
+
+    ``num_parameters``: of the model; None: not known. At least SAVE_GRACE_S and at most FIRST_SAVE_GRACE_S.
+    """
+    if num_parameters is None:
+        return FIRST_SAVE_GRACE_S
+    return min(max(SAVE_GRACE_S, num_parameters * SAVED_BYTES / SAVED_BYTES_PER_S), FIRST_SAVE_GRACE_S)
+
+
 class StopSignals:
     """Inside, signals of ``SIGNALS`` are noted and do nothing else; ``noted`` is the first that came, or None.
 
     One that was ignored before, as SIGHUP is under nohup, still is. Outside of the main thread nothing is noted.
     What does not end in time after SIGTERM is given up, see ``StepWatch``: GivenUp is raised where it is. Forked
     children end by these signals.
+
+    SIGTERM that came to another process of torchrun is noted too. ``pass_on`` tells the others of one that came here.
+    ``num_parameters``: of the model that is saved, see ``first_save_s``.
     """
 
     def __init__(
-        self, *, with_interrupt: bool, grace_s: float | None = None, where: Callable[[], str | None] = lambda: ""
+        self,
+        *,
+        with_interrupt: bool,
+        grace_s: float | None = None,
+        where: Callable[[], str | None] = lambda: "",
+        pass_on: Callable[[], Any] = lambda: None,
+        num_parameters: int | None = None,
     ) -> None:
         self.signals = (*SIGNALS, signal.SIGINT) if with_interrupt else SIGNALS
         self.noted: signal.Signals | None = None
         self.noted_at = 0.0
         self.before: dict[signal.Signals, Any] = {}
-        self.watch = StepWatch(grace_s, where)
+        self.watch = StepWatch(grace_s, where, pass_on, first_save_s(num_parameters))
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
@@ -100,6 +122,13 @@ class StopSignals:
         elif number == signal.SIGINT and now - self.noted_at > SAME_INTERRUPT_S:
             raise KeyboardInterrupt
 
+    def note_elsewhere(self) -> None:
+        """SIGTERM has come to another process. Any thread may call it."""
+        if signal.SIGTERM in self.before:
+            if self.noted is None:
+                self.noted, self.noted_at = signal.SIGTERM, time.monotonic()
+            self.watch.ask()
+
     def stop(self) -> Stop | None:
         if self.noted is None:
             return None
@@ -125,18 +154,20 @@ class StepWatch:
     """A thread that gives a step up if the step does not end in time after SIGTERM; saving and loading likewise.
 
     ``grace_s`` bounds a step, and loading. None: STOP_GRACE_S, or twice the longest step so far if that is longer.
-    Saving has at least SAVE_GRACE_S, and FIRST_SAVE_GRACE_S while nothing was saved. The thread writes ``where()`` to
+    Saving has at least SAVE_GRACE_S, and ``first_s`` while nothing was saved. The thread writes ``where()`` to
     stderr (None: another process tells) and raises by a second SIGTERM. If the run has not ended ``UNWIND_S`` later, it
     ends the process. The interpreter itself writes the numbers of signals into a pipe, so that the thread hears of one
-    while native code keeps the main thread, as a collective does.
+    while native code keeps the main thread, as a collective does. Before all else it calls ``pass_on``.
     """
 
     pipe = -1  # of the thread that runs, for forked children
 
-    def __init__(self, grace_s: float | None, where: Callable[[], str | None]) -> None:
-        self.grace_s, self.where = grace_s, where
+    def __init__(
+        self, grace_s: float | None, where: Callable[[], str | None], pass_on: Callable[[], Any], first_s: float
+    ) -> None:
+        self.grace_s, self.where, self.pass_on = grace_s, where, pass_on
         self.steps = Work("the step", STOP_GRACE_S, STOP_GRACE_S)
-        self.savings = Work("saving", SAVE_GRACE_S, FIRST_SAVE_GRACE_S)
+        self.savings = Work("saving", SAVE_GRACE_S, first_s)
         self.loadings = Work("loading", SAVE_GRACE_S, SAVE_GRACE_S)
         self.running: tuple[Work, float] | None = None  # and when it began
         self.has_given_up = False
@@ -212,6 +243,7 @@ class StepWatch:
             if self.over.is_set():
                 return
         asked_at = time.monotonic()
+        self.pass_on()
         while not self.over.wait(STEP_LOOK_S) and not self.has_given_up:
             running = self.running
             if running is None:
@@ -254,10 +286,12 @@ os.register_at_fork(after_in_child=_begin_as_child)
 
 
 @contextlib.contextmanager
-def ends_by_sigterm() -> Iterator[None]:
+def ends_by_sigterm(*, ends_process: bool = False) -> Iterator[None]:
     """Inside, SIGTERM raises ``Stopped`` with ``EXIT_CODE``.
 
     Without a handler process 1 of a container never gets it, and Ray's own exits with 15, after a stack of C++.
+    ``ends_process``: after ``Stopped`` SIGTERM does nothing. torchrun's launcher sends it to the other processes when
+    one has ended, and it would change their exit code.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -265,6 +299,9 @@ def ends_by_sigterm() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, _end)
     try:
         yield
+    except Stopped:
+        before = signal.SIG_IGN if ends_process else before
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -42,34 +42,35 @@ class SamplingConfig(RunConfig):
     }
 
     model: str = ""
-    """Folder, hub name, a plugin's model, or with client the server's name of the model; not needed with engine no."""
+    """Folder, hub name or a plugin's model. With engine client: the model's name on the server. Engine no needs
+    none."""
     output_dir: str = "outputs/sampling"
-    """Folder of the samples, their ledger, metrics and the resolved configuration."""
+    """Folder for the samples, their ledger, metrics and the resolved configuration."""
     logging_steps: int = 10
-    """Batches between lines on the console; the metrics files hold every batch."""
+    """Batches between lines on the console. The metrics files hold every batch."""
     shuffle_dataset: bool = False
     """Take the rows in a random order, drawn from ``dataset_seed``."""
 
     # Rows
     dataset_seed: int | None = None
-    """The seed of the order of rows. null: ``seed``."""
+    """The random seed for the order of rows. null: ``seed``."""
     data_range: list[int] = field(default_factory=list)
     """[shard, total]: take only this shard (from 0) of the rows, which are divided into total near-equal shards. Empty:
     take all."""
     num_sampling_batch_size: int | None = None
-    """Rows that travel together. null: 1. With client: enough for ``max_concurrent_requests``. With vllm: enough for
-    256 candidates."""
+    """Rows per batch. null: 1. With client: enough for ``max_concurrent_requests``. With vllm: enough for 256
+    candidates."""
     num_sampling_batches: int | None = None
     """Batches of rows to take. null: all."""
 
     # Sampling
     sampler_type: Literal["sample", "distill"] = "sample"
-    """sample: the answers as they are; distill: a server's reasoning in <think>, its answer in <answer>."""
+    """sample: unchanged answers. distill: a server's reasoning in <think>, and its answer in <answer>."""
     sampler_engine: Literal["hf", "transformers", "vllm", "client", "no"] | bool = "hf"
-    """hf (or transformers): generate. vllm: vLLM, all rows of a batch at once. client: an OpenAI-compatible server; no
-    (YAML reads it as false): only what ``cache_files`` hold."""
+    """hf (or transformers): generate() of transformers. vllm: vLLM, all rows of a batch at once. client: an
+    OpenAI-compatible server. no (YAML reads it as false): only completions from ``cache_files``."""
     num_return_sequences: int = 64
-    """Candidates a row, N."""
+    """Candidates per row, N."""
     temperature: float = 1.0
     """Logits are divided by it. 0: greedy."""
     top_p: float = 1.0
@@ -81,48 +82,49 @@ class SamplingConfig(RunConfig):
     stop_token_ids: list[int] = field(default_factory=list)
     """hf and vllm: further tokens that end a candidate, in addition to the end-of-sequence tokens."""
     max_prompt_length: int | None = None
-    """Tokens; rows with a longer prompt fail."""
+    """Largest number of tokens of a prompt. Rows with a longer prompt fail."""
     rollout_batch_size: int | None = None
-    """Candidates that hf completes at once. null: all of a row."""
+    """Candidates that hf completes at once. null: all candidates of a row."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """hf: further fields of transformers' GenerationConfig. vllm: fields of vLLM's EngineArgs, such as
     {tensor_parallel_size: 2}. client: further fields of a request. null removes a field."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: false}."""
     max_pixels: int | None = None
-    """hf and a vision model: pixels of a picture; larger ones are made smaller. null: as the processor does it."""
+    """With hf and a vision model: largest number of pixels. Larger pictures are made smaller. null: the limit of the
+    model's processor."""
     image_processor_kwargs: dict[str, Any] = field(default_factory=dict)
-    """hf and a vision model: arguments of the model's image processor in place of its own."""
+    """With hf and a vision model: arguments of the model's image processor. They override its own."""
     image_urls: bool = False
-    """hf and a vision model: download pictures of http addresses; false: rows with an address fail."""
+    """With hf and a vision model: download pictures from http addresses. false: rows with an address fail."""
     cache_files: list[str] = field(default_factory=list)
-    """Outputs of earlier runs: a row that has ``num_return_sequences`` completions there takes them."""
+    """Outputs of earlier runs. If they have ``num_return_sequences`` completions for a row, the row takes these."""
 
     # Server
     base_url: str = ""
-    """Where the server's API begins: http://localhost:8000/v1."""
+    """Base address of the server's API, such as http://localhost:8000/v1."""
     api_key: str | None = field(default=None, repr=False)
-    """Of the server. null: OPENAI_API_KEY. It is written nowhere."""
+    """API key of the server. null: OPENAI_API_KEY. No file or log contains it."""
     max_concurrent_requests: int = 16
-    """Requests that the server is given at once, over all workers."""
+    """Requests in flight at the server, over all workers."""
     max_retries: int = 5
-    """Times that a request is made again after 429, 5xx or a timeout, the pauses between them doubling."""
+    """How often a request is repeated after 429, 5xx or a timeout. Each pause is twice the last one."""
     request_timeout_s: float = 600.0
-    """Seconds that an answer may take."""
+    """Seconds that the server's answer may take."""
 
     # Choosing
     prm_model: Any = None
-    """Process rewards: a reward function (as ``reward_funcs``), or the folder or name of a reward model."""
+    """Source of process rewards: a reward function (as in ``reward_funcs``), or a reward model's folder or name."""
     orm_model: Any = None
-    """Outcome rewards, named in the same way. A candidate is correct if its reward is positive."""
+    """Source of outcome rewards, in the same forms as prm_model. A candidate is correct if its reward is positive."""
     reward_batch_size: int = 64
     """Candidates that a reward model scores at once."""
     n_best_to_keep: int = 5
-    """Positives a row, at most; without prm_model and orm_model all candidates are kept."""
+    """Largest number of positives per row. Without prm_model and orm_model, all candidates are kept."""
     prm_threshold: float = 0.0
-    """A positive's process reward is above it."""
+    """A candidate is a positive only if its process reward is above this."""
     easy_query_threshold: float | None = None
-    """Drop rows of whose candidates at least this share is correct. null: none."""
+    """Drop rows if at least this share of their candidates is correct. null: keep all rows."""
 
     # Output
     output_file: str | None = None
@@ -130,9 +132,9 @@ class SamplingConfig(RunConfig):
     resume: bool = False
     """Continue an earlier run of this configuration that did not finish."""
     retry_failed: bool = False
-    """With ``resume``: try the rows again that failed."""
+    """With ``resume``: also try failed rows again."""
     override_exist_file: bool = False
-    """Start over even if there is an output file, finished or not."""
+    """Start over even if an output file exists."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -235,14 +237,14 @@ def _check_engine(config: SamplingConfig) -> None:
             )
         for name in ("base_url", "api_key"):
             if name in config.engine_kwargs:
-                raise ConfigError(f"{name} is a key of its own; take it out of engine_kwargs, which are written down")
+                raise ConfigError(f"{name} is a separate key; remove it from engine_kwargs, which are written to files")
     elif config.base_url:
         raise ConfigError(f"base_url is for sampler_engine client; sampler_engine is {config.sampler_engine}")
     sees = config.max_pixels is not None or config.image_processor_kwargs or config.image_urls
     if config.engine not in LOCAL and sees:
         raise ConfigError(
             "max_pixels, image_processor_kwargs and image_urls are for sampler_engine hf and vllm; sampler_engine is "
-            f"{config.sampler_engine}. Other engines see no pictures. Remove them."
+            f"{config.sampler_engine}. Other engines take no pictures. Remove them."
         )
     if config.engine == "vllm" and config.rollout_batch_size is not None:
         raise ConfigError("rollout_batch_size is for sampler_engine hf; vllm takes engine_kwargs: {max_num_seqs: N}")
@@ -262,7 +264,7 @@ def _check_choosing(config: SamplingConfig) -> None:
             raise ConfigError(f"easy_query_threshold must lie in (0, 1], got {config.easy_query_threshold}")
         if config.orm_model is None:
             raise ConfigError(
-                "easy_query_threshold counts correct candidates, and no orm_model says which are. Add one."
+                "easy_query_threshold counts correct candidates, but there is no orm_model to find them. Add one."
             )
     if config.prm_threshold != 0 and config.prm_model is None:
         raise ConfigError("prm_threshold is set, but there is no prm_model. Add one.")

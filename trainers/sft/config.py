@@ -26,38 +26,41 @@ class SFTConfig(TrainConfig):
     streaming: bool = False
     """Read, tokenize and pack rows while the run continues, 1,000 at a time; needs ``max_steps``."""
     shuffle_buffer_size: int = 1000
-    """With ``streaming`` and ``shuffle_dataset``: rows among which the next one is drawn."""
+    """With ``streaming`` and ``shuffle_dataset``: the next row is drawn from this number of rows."""
     dataset_text_field: str = "text"
     """The column that holds plain text."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     eos_token: str | None = None
-    """The token that ends plain texts and completions. null: the tokenizer's."""
+    """The token that ends plain texts and completions. null: the tokenizer's token."""
     max_length: int | None = 1024
-    """Tokens per sequence. With packing: per row. Longer sequences are cut."""
+    """Largest number of tokens per sequence (with packing: per row). Longer sequences are cut."""
     truncation_mode: TruncationMode = "keep_start"
     """For a sequence that is too long: keep_start, keep_end, or drop."""
     packing: bool = False
     """Put several documents into each row of ``max_length`` tokens."""
     packing_strategy: PackingStrategy = "bfd"
-    """bfd: whole documents; bfd_split: long ones are split; wrapped: one stream cut into rows."""
+    """bfd: whole documents. bfd_split: long documents are split. wrapped: one stream is cut into rows."""
     completion_only_loss: bool | None = None
-    """Learn only completions. null: where rows have prompt and completion."""
+    """Learn only completions. null: true if rows have prompt and completion."""
     assistant_only_loss: bool = False
-    """Learn only assistant turns; the chat template must mark them with {% generation %}."""
+    """Learn only assistant turns. The chat template must mark them with {% generation %}."""
     loss_scale: str | None = None
     """Which tokens of conversations are learned, in ms-swift's names. default: the assistant's answers, with the token
-    that ends each. last_round: of that, what follows the last turn of a user; all. Each of these may follow after a +:
-    ignore_empty_think, ignore_think_prefix, or a rule that weighs parts of answers, such as tool calls by 2. It is
-    hermes, react, qwen, agentflan or alpha_umi. The loss is sum(weight x nll) / number of learned tokens. A message may
-    have ``loss: true``, ``loss: false``, or its own weight as ``loss_scale``. null: as the two keys above say."""
+    that ends each answer. last_round: only the answers after the last user turn. all: all tokens. After a +, you may
+    add ignore_empty_think, ignore_think_prefix or one rule. A rule weighs parts of answers, such as tool calls by 2.
+    The rules are hermes, react, qwen, agentflan and alpha_umi. The loss is sum(weight x nll) / number of learned
+    tokens. A message may have ``loss: true``, ``loss: false``, or its own weight as ``loss_scale``. null:
+    completion_only_loss and assistant_only_loss decide."""
     loss_type: SFTLossType = "nll"
-    """nll: negative log-likelihood; dft: weighed by the token's probability (arXiv 2508.05629)."""
+    """nll: negative log-likelihood. dft: nll, weighted by the token's probability (arXiv 2508.05629)."""
     neftune_noise_alpha: float | None = None
-    """Add uniform noise to the embeddings in training (NEFTune, arXiv 2310.05914). It is at most this / sqrt(length of
-    a row x hidden size). null or 0: none. Backend fsdp."""
+    """Add uniform noise to the embeddings in training (NEFTune, arXiv 2310.05914). The noise is at most
+    neftune_noise_alpha / sqrt(length of a row x hidden size). null or 0: no noise. It needs backend: fsdp."""
     per_device_eval_batch_size: int = 8
     """Sequences that a worker passes through the model at once in evaluation."""
+    max_eval_sequences: int | None = None
+    """Largest number of sequences in an evaluation (with packing: of packs). The first ones are taken. null: all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,7 +77,9 @@ class SFTConfig(TrainConfig):
                 "neftune_noise_alpha: the noise depends on the length of an input, and other systems join packed "
                 "rows into one input. Set padding_free: true, or per_device_train_batch_size: 1"
             )
-        at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size")
+        at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size", "max_eval_sequences")
+        if self.max_eval_sequences is not None and not self.evaluates:
+            raise ConfigError("max_eval_sequences is set, but nothing is evaluated. Give eval_dataset, or remove it.")
         try:
             scale = parsed(self.loss_scale)
         except ValueError as error:
@@ -93,7 +98,7 @@ class SFTConfig(TrainConfig):
         if self.streaming and self.dataloader_drop_last:
             raise ConfigError("dataloader_drop_last is not supported with streaming. Remove it.")
         if self.streaming:
-            unread(self, "streaming reads rows while the run goes on", "group_by_length")
+            unread(self, "streaming reads rows while the run continues", "group_by_length")
         if not (self.streaming and self.shuffle_dataset):
             unread(self, "rows are not drawn from a stream's buffer", "shuffle_buffer_size")
         if scale is not None and self.assistant_only_loss:

@@ -64,7 +64,8 @@ class SFTTrainer:
         self.images = image_reader(config, self.model_path, self.tokenizer)
         if not config.streaming:
             self.sequences = self.read(*config.training_data)
-        self.eval_sequences = self.read(*config.evaluation_data) if config.evaluates else None
+        found = self.read(*config.evaluation_data) if config.evaluates else None
+        self.eval_sequences = None if found is None else found[: config.max_eval_sequences]
 
     def read(self, source: Any, split: str) -> Sequences:
         """The sequences of a dataset, packed if asked for."""

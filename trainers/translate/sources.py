@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rayhelper import ConfigError
-from rayhelper.text import Loader, nearest, parse_text
+from rayhelper.text import nearest, parse_text, read_yaml
 from trainers.translate.shell import commands, unknown_in
 
 SYSTEMS = ("verl", "siirl", "roll", "trl", "ms-swift")
@@ -155,14 +153,16 @@ def _value(text: str) -> Any:
 
 
 def _of_yaml(path: Path, text: str, system: str | None) -> Source:
-    found = yaml.load(text, Loader)
+    found = read_yaml(text)
     if not isinstance(found, Mapping):
         raise ConfigError(f"{path} must hold a mapping of keys to values")
     whose = system or next((one for section, one in SECTIONS.items() if section in found), None)
     if whose is None:
         whose = "ms-swift" if set(OF_SWIFT) & found.keys() else "trl" if set(OF_TRL) & found.keys() else None
     if whose is None:
-        raise ConfigError(f"{path}: no key says whose file it is. Write --from, one of {', '.join(SYSTEMS)}")
+        raise ConfigError(
+            f"{path}: no key shows which system the file is of. Write --from, one of {', '.join(SYSTEMS)}"
+        )
     if whose in ("trl", "ms-swift"):
         return Source(str(path), whose, file=path)
     keys = _flattened(found)

@@ -88,4 +88,4 @@ class Ours:
         """Notes every key that is left: nobody here knows what it means."""
         known = list(known)
         for name in theirs.left():
-            self.mistakes.append(f"unknown key {name}{nearest(name, known)}: nobody here knows what it means")
+            self.mistakes.append(f"unknown key {name}{nearest(name, known)}: it has no known meaning")

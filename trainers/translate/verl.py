@@ -143,7 +143,7 @@ def _rewards(theirs: Theirs, ours: Ours) -> None:
     else:
         ours.add("reward_funcs", [spec], "theirs chooses a rule by the column data_source. See below")
         ours.without["the rule of data_source"] = (
-            "that of openai/gsm8k is built; other rules are verl's own, and need verl where the run is. Or write "
+            "RayHelper has the rule of openai/gsm8k. Other rules are verl's own, and the run needs verl. Or write "
             "custom_reward_function"
         )
     _overlong(theirs, ours)
@@ -373,7 +373,7 @@ def _engine(theirs: Theirs, ours: Ours) -> None:
         return
     note = "" if name in ("vllm", "hf") else f"{name} is not built; vLLM completes instead"
     if sees(theirs) and name != "hf":
-        name, note = "hf", f"{name} sees no pictures here; the policy completes by itself"
+        name, note = "hf", f"{name} takes no pictures here. The policy completes prompts itself"
     ours.say("rollout_engine", "hf" if name == "hf" else "vllm", theirs, f"{ROLLOUT}.name", note=note)
     if note:
         ours.without[f"{ROLLOUT}.name: {name}"] = note
@@ -426,7 +426,7 @@ def _backend(theirs: Theirs, ours: Ours) -> None:
     named = theirs.take("--config-name", "")
     if strategy == "megatron" or "megatron" in str(named) or theirs.below(f"{MEGATRON}.tensor_model_parallel_size"):
         if sees(theirs):
-            ours.refuse("data.image_key", "backend: megatron learns only from texts. Write the strategy fsdp")
+            ours.refuse("data.image_key", "the translation takes pictures only with the strategy fsdp. Write that")
         _megatron(theirs, ours)
         return
     if sees(theirs) or f"{ACTOR}.freeze_vision_tower" in theirs:
@@ -531,10 +531,12 @@ def _run(theirs: Theirs, ours: Ours) -> None:
     if evaluates and test > 0:
         ours.say("eval_steps", test * steps, theirs, "trainer.test_freq", note=f"{test} {each}")
     elif before:
-        ours.without["trainer.test_freq"] = "theirs evaluates before the first step alone; here after the last one too"
+        ours.without["trainer.test_freq"] = (
+            "verl evaluates only before the first step, RayHelper also after the last one"
+        )
     elif evaluates:
         ours.lines = [line for line in ours.lines if line.key != "eval_dataset"]
-        ours.without["data.val_files"] = "trainer.test_freq says that nothing is evaluated"
+        ours.without["data.val_files"] = "trainer.test_freq switches evaluation off"
     ours.say("val_before_train", before, theirs, "trainer.val_before_train")
     if theirs.take("trainer.val_only"):
         ours.refuse("trainer.val_only", "a run trains; rayhelper sample only completes")
@@ -564,7 +566,7 @@ def _run(theirs: Theirs, ours: Ours) -> None:
     if "wandb" in known:
         ours.say("run_name", str(name), theirs, "trainer.experiment_name")
         ours.say("env", {"WANDB_PROJECT": str(project)}, theirs, "trainer.project_name")
-    ours.add("logging_steps", steps, "a line for each generation, as there")
+    ours.add("logging_steps", steps, "a line for each generation, as in verl")
 
 
 def _placement(theirs: Theirs, ours: Ours) -> None:
@@ -586,7 +588,7 @@ def _placement(theirs: Theirs, ours: Ours) -> None:
         note = "processes of its own on the devices of train: an engine lies on several workers"
         ours.add("rollout", {"gpus": nodes * each, "shares_devices_with": "train"}, note)
     else:
-        ours.add("colocate_groups", [["train", "rollout"]], "policy and engine share their workers, as there")
+        ours.add("colocate_groups", [["train", "rollout"]], "policy and engine share their workers, as in verl")
         for role in ("train", "rollout"):
             ours.say(role, {"gpus": nodes * each}, theirs, "trainer.nnodes", "trainer.n_gpus_per_node")
 

@@ -224,8 +224,8 @@ class Recovery:
     def _log_repeated(self, again: Mapping[Sent, set[int]]) -> None:
         for call, ranks in again.items():
             _log.warning(
-                "%s: ranks %s had answered and run it again, side effects included: the ranks that had not answered "
-                "may need them in collectives",
+                "%s: ranks %s had answered, and run it again with its side effects. Ranks without an answer may need "
+                "them in collectives",
                 self.calls.where(call.title),
                 ", ".join(runs(sorted(ranks))),
             )
@@ -244,7 +244,7 @@ class Recovery:
         dead = f"{who} died before or during {what}"
         if isinstance(error, PlacementError):
             told = (
-                f"{dead}, and the group could not be placed anew: {error} {' '.join(getattr(error, '__notes__', ()))}"
+                f"{dead}, and the group could not be placed again: {error} {' '.join(getattr(error, '__notes__', ()))}"
             )
             self.calls.dead = PlacementError(told)
         elif isinstance(error, Died):

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -86,6 +86,7 @@ class Exchange:
         self.broken = False  # a gathering was given up: the others may still wait in it
         self.doors: dict[int, Address] = {}
         self.coroutines: dict[int, Any] = {}  # of calls that are in flight
+        self.note_end: Callable[[], None] | None = None  # another process was asked to end
         rendezvous: Any = vars(dist)["rendezvous"]
         self.store, _, _ = next(iter(rendezvous("env://", rank, size)))
         self.number = dist.PrefixStore("rayhelper", self.store).add(f"exchanges/{rank}", 1)  # type: ignore[attr-defined]
@@ -93,9 +94,8 @@ class Exchange:
         self.key = self.run_key.secret
         if not self.run_key.is_shared and rank == 0:
             logger.warning(
-                "this run has several nodes and no %s: a late call shows only the stacks of its own node, and "
-                "values from other nodes are not authenticated. Set %s to the same "
-                "secret on every node.",
+                "this run has several nodes and no %s. So a late call shows only the stacks of its own node. Values "
+                "from other nodes are not authenticated. Set %s to the same secret on every node.",
                 VARIABLE,
                 VARIABLE,
             )
@@ -116,7 +116,11 @@ class Exchange:
         self.breakpoints = Breakpoints(
             f"torchrun:{rank}", lambda: who, self.wait_at_breakpoint, has_terminal=has_terminal
         )
-        answers = {"situation": lambda _: asdict(self.situation()), "stacks": lambda _: self.own_stacks()}
+        answers: dict[str, Callable[[Any], Any]] = {
+            "situation": lambda _: asdict(self.situation()),
+            "stacks": lambda _: self.own_stacks(),
+            "end": lambda _: self._asked_to_end(),
+        }
         answers |= self.breakpoints.answers
         place = own_address if self.run_key.is_shared else "127.0.0.1"
         self.door = Door(place, self.key, answers)
@@ -201,7 +205,7 @@ class Exchange:
         for source, whole in enumerate(received):
             if not self.codes.fits(bytes(whole[:TAG_BYTES]), source, number, whole[TAG_BYTES:]):
                 raise _ForgedError(
-                    f"what came in the place of rank {source} was not made with this run's key, and was not read. "
+                    f"the message in the place of rank {source} was not made with this run's key, and was not read. "
                     f"Either {VARIABLE} is not the same on all nodes, or somebody else writes to the run's store"
                 )
         values = [whole[TAG_BYTES:] for whole in received]
@@ -296,6 +300,27 @@ class Exchange:
         """The stacks of all processes, as text."""
         return told_stacks(ask(self.doors, self.key, "stacks", None, _ANSWER_S), range(self.size))
 
+    @contextlib.contextmanager
+    def hearing_of_the_end(self, note: Callable[[], None]) -> Iterator[None]:
+        """Inside, ``note`` is called when another process passes on that the run shall end."""
+        before, self.note_end = self.note_end, note
+        try:
+            yield
+        finally:
+            self.note_end = before
+
+    def pass_end_on(self) -> bool:
+        """Tells process 0 that the run shall end, or on process 0 all others. Whether process 0 knows it now."""
+        doors = {rank: address for rank, address in self.doors.items() if (rank == 0) is (self.rank > 0)}
+        told = ask(doors, self.key, "end", None, _ANSWER_S)
+        return self.rank == 0 or told.get(0) is True
+
+    def _asked_to_end(self) -> bool:
+        """Whether this process does something about it."""
+        if note := self.note_end:
+            note()
+        return note is not None
+
     def situation(self) -> Situation:
         """What this process is doing."""
         return Situation(self.arrivals, self.late, self.own_stacks())
@@ -336,8 +361,8 @@ class Exchange:
             told.append(f"{_ranks(gone)} no longer answers: the process ended, or cannot be reached")
         if left:
             told.append(
-                f"{_ranks(left)} left the run by RayHelper.teardown() or the end of the program, without this call: "
-                "every process must make the same calls"
+                f"{_ranks(left)} left the run through RayHelper.teardown() or the end of the program. Every process "
+                "must make the same calls, and they did not make this one"
             )
         answering = f"every process {'' if self.run_key.is_shared else 'of this node '}still answers"
         return ConnectionError(f"{'; '.join(told) or answering} ({first_line(lost)})")

@@ -60,12 +60,12 @@ def check_same_arguments(outcomes: list[Outcome]) -> None:
             continue
         what = "the same items in another order" if here.is_reordered(other.contents) else "other contents"
         raise RoleError(
-            f"{outcomes[0].call}: rank {rank} passes {what} than rank 0: under torchrun every process must call "
-            "with the same arguments. Each takes its own slice of them. Look for a DataLoader or a shuffle "
-            "without a seed: call torch.manual_seed(...) in main, or "
-            "give it generator=torch.Generator().manual_seed(...). Do not give it a DistributedSampler. For a value "
-            "that only one process can know (a time, a path, the order of a set) write a method of group 'driver' with "
-            "execute='first'. If a role changes the argument in place, only its own process sees it: return the value."
+            f"{outcomes[0].call}: rank {rank} passes {what} than rank 0: under torchrun every process must call with "
+            "the same arguments. Each takes its own slice of them. Look for a DataLoader or a shuffle without a seed: "
+            "call torch.manual_seed(...) in main, or give it generator=torch.Generator().manual_seed(...). Do not "
+            "give it a DistributedSampler. If only one process can know a value (a time, a path, the order of a set), "
+            "write a method of group 'driver' with execute='first'. If a role changes the argument in place, only its "
+            "own process sees it: return the value."
         )
 
 

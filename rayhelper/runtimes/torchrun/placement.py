@@ -147,8 +147,8 @@ class SpmdPlacement:
         awaited = self.runtime.last_awaited
         if awaited is not None and not awaited.done() and in_process_group():
             raise RoleError(
-                f"{self.identity.title(method)} is called while a call that is awaited is in flight, and the workers "
-                "share a process group: collectives would meet in another order on each process. Await the other call "
+                f"{self.identity.title(method)} is called while an awaited call is in flight, and the workers share a "
+                "process group. Their collectives would meet in another order on each process. Await the other call "
                 "first."
             )
         call = self._divided(method, group, args, kwargs)

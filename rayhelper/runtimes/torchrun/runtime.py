@@ -158,6 +158,12 @@ class TorchrunRuntime:
         first = self._agreed(name, here if self.rank == 0 else None)[0]
         return DrawingFrom(first, then_as_before=NAMES if self.rank > 0 else ())
 
+    def told_by_each(self, place: str, value: Any) -> list[Any]:
+        """What all processes bring to the same place of the driver's code, in order of rank."""
+        self.check_usable(place)
+        self.settle_owed()
+        return self._agreed(place, value)
+
     def _agreed(self, name: str, value: Any) -> list[Any]:
         """What all processes bring to the same call, before it is made."""
         with Watched(self.exchange.attending(name)), Watch(self.exchange, None) as watch:
@@ -412,9 +418,9 @@ class TorchrunWorker(WorkerRuntime):
         if dist.is_initialized():
             if self.joined is None and dist.get_world_size() != self.info.world_size:
                 raise RoleError(
-                    f"{self.describe()} cannot join a process group of its {self.info.world_size} workers: this "
-                    f"process is in one of {dist.get_world_size()}, and torchrun gives a role no process of its own. "
-                    "Give the groups the same ranks, or use Ray."
+                    f"{self.describe()} cannot join a process group of its {self.info.world_size} workers. This "
+                    f"process is already in a group of {dist.get_world_size()}, and under torchrun a role has no "
+                    "separate processes. Give the groups the same ranks, or use Ray."
                 )
             self.joined = self.joined or Joined(dist.get_backend(), timeout_s)
             return

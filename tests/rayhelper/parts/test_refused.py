@@ -202,7 +202,7 @@ def test_so_is_one_of_torchrun_that_this_process_owes_the_others() -> None:
     future: Future[Any] = Future(OwedCall("Model.judged", meets, sum))
     told = in_child(lambda: raised(future.result))
     assert told["raised"] == "RoleError"
-    assert "the Future of Model.judged was asked in a process that was forked" in told["text"]
+    assert "the Future of Model.judged was used in a forked process" in told["text"]
 
 
 @story

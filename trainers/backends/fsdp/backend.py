@@ -25,13 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rayhelper import ConfigError
 from trainers.backends.base import SentWeights, TokenFunction, token_lengths
-from trainers.backends.device import default_device
+from trainers.backends.device import default_device, keep_freed_memory
 from trainers.backends.finite import FiniteStep
 from trainers.backends.fsdp import checkpoint, documents, packed_attention
 from trainers.backends.fsdp.hf_model import (
     ModelHead,
     add_noise,
     build_model,
+    dropouts,
     load_named_weights,
     named_weights,
     read_weights,
@@ -67,6 +68,7 @@ from trainers.backends.scores.head import room_of
 from trainers.backends.scores.inputs import ReadAt
 from trainers.backends.scores.pooled import Pooling, scorer_of
 from trainers.backends.scores.scorer import Scorer
+from trainers.backends.scores.shared_prompts import can_share
 from trainers.backends.scores.token_loss import token_loss
 from trainers.backends.segments import growing_segments, memory_settings
 from trainers.losses.vocabulary import WHOLE
@@ -161,6 +163,8 @@ class FsdpBackend(Scoring):
         self.peak_flops = peak_flops(self.device, peak_tflops)
         self.read_at: ReadAt = "predicting" if head == "lm" else values_at
         trains, lowers = learning_rate is not None, self.dtype != torch.float32
+        if self.device.type == "cpu" and trains:
+            keep_freed_memory()
         # FSDP keeps float32 weights and runs the layers in a lower dtype throughout, and so does ``LowWeights`` on a
         # single worker; autocast would leave all between the products in float32
         runs_low = sharding == "full_shard" and self.world_size == 1 and trains and lowers and lora is None
@@ -196,6 +200,10 @@ class FsdpBackend(Scoring):
             self.adapted = add_adapter(self.module, lora, num_training_steps=num_training_steps, **told)
             if isinstance(self.scorer, Scorer):
                 self.scorer.head.linear = self.module.get_output_embeddings()  # which may have got an adapter too
+        has_noise = neftune_noise_alpha or (trains and any(getattr(one, name) for one, name in dropouts(self.module)))
+        is_plain = not (has_noise or self.vision or shares or router_aux_loss_coef or torch_compile is True)
+        on_cpu = self.device.type == "cpu" and isinstance(self.scorer, Scorer)
+        self.shares_prompts = on_cpu and is_plain and can_share(self.module)
         self.ranks = ranks_of(self.adapted)
         self.balance: Balance | None = None
         if router_aux_loss_coef and trains and isinstance(self.scorer, Scorer):
@@ -334,6 +342,7 @@ class FsdpBackend(Scoring):
         finite: FiniteStep,
     ) -> int:
         """Passes of all micro-batches, of ``rows`` each, forward and back; the number of their tokens."""
+        self._agree_on_towers(batch)
         num_micro, num_tokens, k = most_of_ranks(max(1, len(rows)), self.device), 0, 0
         token_function: TokenFunction | None = settings.get("token_function")
         names = () if token_function is None else token_function.names

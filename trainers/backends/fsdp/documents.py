@@ -42,6 +42,9 @@ def model_arguments(model: Any, inputs: Inputs, way: Way | None) -> dict[str, An
         ConfigError: rows hold several documents, and the model has no way to keep them apart.
     """
     config = model.config.get_text_config()
+    if inputs.sees_BTT is not None:
+        mask = inputs.sees_BTT[:, None]
+        return {"input_ids": inputs.input_ids_BT, "position_ids": inputs.position_ids_BT, "attention_mask": mask}
     arguments = {"input_ids": inputs.input_ids_BT, **packed_arguments(config, inputs)}
     if inputs.seen is not None:
         arguments |= picture_arguments(model, inputs.seen)
@@ -61,7 +64,7 @@ def picture_arguments(model: Any, seen: Seen) -> dict[str, Any]:
     """The pixels, and which tokens stand for pictures, by the names that the model gives them."""
     taken = inspect.signature(backbone(model).forward).parameters
     marks = next((name for name in PICTURE_MARKS if name in taken), None)
-    return seen.pixels | ({} if marks is None else {marks: seen.is_picture_BT})
+    return seen.pixels | ({} if marks is None else {marks: seen.kind_BT})
 
 
 def positions_of(model: Any, inputs: Inputs) -> torch.Tensor:
@@ -90,10 +93,10 @@ def picture_positions(part: Any, inputs: Inputs) -> torch.Tensor:
     is_there_DL = places_L < lengths_D[:, None]
     ids_DL = torch.zeros_like(is_there_DL, dtype=torch.long)
     marks_DL = torch.zeros_like(ids_DL)
-    ids_DL[is_there_DL], marks_DL[is_there_DL] = inputs.input_ids_BT.flatten(), inputs.seen.is_picture_BT.flatten()
-    grids = {name: value for name, value in inputs.seen.pixels.items() if name.endswith("_grid_thw")}
-    takes_marks = "mm_token_type_ids" in inspect.signature(part.get_rope_index).parameters
-    marks = {"mm_token_type_ids": marks_DL} if takes_marks else {}
+    ids_DL[is_there_DL], marks_DL[is_there_DL] = inputs.input_ids_BT.flatten(), inputs.seen.kind_BT.flatten()
+    taken = inspect.signature(part.get_rope_index).parameters
+    grids = {name: value for name, value in inputs.seen.pixels.items() if name in taken}  # of videos their times too
+    marks = {"mm_token_type_ids": marks_DL} if "mm_token_type_ids" in taken else {}
     positions_3DL, _ = part.get_rope_index(input_ids=ids_DL, attention_mask=is_there_DL.long(), **marks, **grids)
     positions_3BT: torch.Tensor = positions_3DL[:, is_there_DL].unflatten(1, tuple(inputs.input_ids_BT.shape))
     return positions_3BT
@@ -102,9 +105,9 @@ def picture_positions(part: Any, inputs: Inputs) -> torch.Tensor:
 def refusal(model: Any) -> str:
     """Why rows of several documents are refused, and what to do."""
     return (
-        f"{type(model).__name__} does not keep the documents of one row apart here: one would change the numbers of "
-        "another. Set packing: false and padding_free: false. (Recurrent and convolution layers need the kernels of "
-        "flash-linear-attention and causal-conv1d, or mamba-ssm, on a GPU.)"
+        f"{type(model).__name__} does not separate the documents of one row here: one document would change the "
+        "numbers of another. Set packing: false and padding_free: false. (Recurrent and convolution layers need the "
+        "kernels of flash-linear-attention and causal-conv1d, or mamba-ssm, on a GPU.)"
     )
 
 

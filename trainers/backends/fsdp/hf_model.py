@@ -98,13 +98,19 @@ def _cap_scores(model: Any, asked: str | None) -> None:
 
 def zero_dropout(module: torch.nn.Module) -> None:
     """Sets every dropout to zero: the layers, and the rates that parts and configurations keep as plain numbers."""
+    for holder, name in list(dropouts(module)):
+        setattr(holder, name, 0.0)
+
+
+def dropouts(module: torch.nn.Module) -> Iterator[tuple[Any, str]]:
+    """Where a model keeps rates of dropout, as an object and its attribute."""
     for part in module.modules():
         if isinstance(part, torch.nn.Dropout):
-            part.p = 0.0
+            yield part, "p"
         for holder in (part, getattr(part, "config", None)):
             for name, value in list(vars(holder).items()) if holder is not None else ():
                 if "drop" in name and isinstance(value, float):
-                    setattr(holder, name, 0.0)
+                    yield holder, name
 
 
 def add_noise(module: Any, alpha: float) -> None:

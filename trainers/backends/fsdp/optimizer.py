@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 
+from rayhelper import ConfigError
 from trainers.backends.fsdp.sharding import as_placed, full
 
-OptimizerName = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "rmsprop", "adagrad"]
+OptimizerName = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "rmsprop", "adagrad", "muon"]
+
+OF_ADAPTERS = re.compile(r"\.(modules_to_save\.default|lora_[AB]\.default)(?=\.)")  # what peft adds to names
 
 
 def build_optimizer(
@@ -44,6 +48,70 @@ def build_optimizer(
             return torch.optim.RMSprop(groups, lr=learning_rate, **kwargs)
         case "adagrad":
             return torch.optim.Adagrad(groups, lr=learning_rate, **kwargs)
+        case "muon":
+            found = muon_groups(module, weight_decay, rates or {})
+            return Muon(*found, lr=learning_rate, betas=adam_betas, eps=adam_epsilon, **kwargs)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon of matrices, and AdamW of all other weights, as in Moonlight (arXiv 2502.16982, section 2.2).
+
+    torch's own optimizers make the steps. A step of Muon is as large as one of AdamW would be: 0.2 sqrt(max(rows,
+    columns)) times the learning rate. All weights decay. ``further``: arguments of ``torch.optim.Muon``, such as
+    momentum and ns_steps.
+    """
+
+    def __init__(
+        self,
+        matrices: list[dict[str, Any]],
+        others: list[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        **further: Any,
+    ) -> None:
+        settings = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw", **further}
+        self.inner: dict[str, torch.optim.Optimizer] = {}
+        if matrices:
+            self.inner["muon"] = torch.optim.Muon(matrices, lr=lr, **settings)
+        if others:
+            self.inner["adamw"] = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps)
+        groups = [group | {"kind": kind} for kind, inner in self.inner.items() for group in inner.param_groups]
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is None, "the loss is not computed again"
+        for kind, inner in self.inner.items():  # what is loaded is new groups and states
+            inner.param_groups = [group for group in self.param_groups if group["kind"] == kind]
+            inner.state = self.state
+            inner.step()
+
+
+def muon_groups(
+    module: Any, weight_decay: float, rates: Mapping[str, float]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The matrices that are trained, but for embeddings and the head, and all other weights, by learning rates.
+
+    Raises ConfigError for stacked experts and convolutions, which are no matrices.
+    """
+    ends = [getattr(module, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    names = [name for name, part in module.named_modules() if any(part is end for end in ends)]
+    trained = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
+    groups: dict[tuple[bool, float | None], dict[str, Any]] = {}
+    for name, weight in trained:
+        if weight.ndim > 2:
+            raise ConfigError(
+                f"optim: muon changes matrices, and {name} has {weight.ndim} dimensions. Write optim: adamw_torch, or "
+                "tuner_type: lora."
+            )
+        is_matrix = weight.ndim == 2 and not any(f".{end}." in f".{name}" for end in names)
+        rate = rates.get(name)
+        new = {"params": [], "weight_decay": weight_decay} | ({} if rate is None else {"lr": rate})
+        groups.setdefault((is_matrix, rate), new)["params"].append(weight)
+    matrices, others = ([group for (kind, _), group in groups.items() if kind == asked] for asked in (True, False))
+    return matrices, others
 
 
 def parameter_groups(
@@ -51,10 +119,13 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """The weights that are trained, as transformers' Trainer divides them: no decay of biases and norms.
 
-    Weights with a learning rate of their own (``rates``) are groups of their own behind these.
+    Weights with a learning rate of their own (``rates``) are groups of their own behind these; what an adapter has
+    beside a weight has its rate.
     """
-    rates, decayed = rates or {}, decayed_names(module)
+    decayed = decayed_names(module)
     trained = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
+    known = {name: OF_ADAPTERS.sub("", name) for name, _ in trained}
+    rates = {name: (rates or {})[plain] for name, plain in known.items() if plain in (rates or {})}
     groups = [(True, weight_decay), (False, 0.0)]
     found: list[dict[str, Any]] = []
     for rate in (None, *sorted({rates[name] for name, _ in trained if name in rates})):

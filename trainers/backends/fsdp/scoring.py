@@ -21,6 +21,7 @@ from trainers.backends.offload import WEIGHTS, Offload
 from trainers.backends.random_state import unmoved
 from trainers.backends.scores.inputs import ReadAt, in_order, micro_batches, model_inputs, targets_of_rows
 from trainers.backends.scores.scorer import Scorer
+from trainers.backends.scores.shared_prompts import shared_inputs
 from trainers.backends.scores.top_logps import TopLogps
 from trainers.batch import Ragged, Sequences
 
@@ -43,6 +44,7 @@ class Scoring:
     low: LowWeights | None  # of a single worker
     casts: bool  # by autocast
     is_sharded: bool
+    shares_prompts: bool  # completions of one prompt may stand in one row
     compiles_learning: bool  # layers are compiled for passes that learn alone
 
     def token_logps(
@@ -96,6 +98,7 @@ class Scoring:
     def target_features(self, sequences: Sequences, *, adapter: bool = True) -> torch.Tensor:
         """(N, H) what ``logits`` takes, of the targets of all rows in one pass. Every rank if weights lie in shards."""
         self.offloaded.check_here(WEIGHTS)
+        self._agree_on_towers(sequences)
         with evaluating(self.module), self._without_adapter(not adapter), self._uncompiled():
             features_NX: torch.Tensor = self._run(self.scorer, sequences, temperature=1.0, features_only=True)[0]
         return features_NX
@@ -124,6 +127,7 @@ class Scoring:
         rows = self._cut(batch, micro_batch_size, self.token_budget if room is None else room.budget())
         mode = contextlib.nullcontext() if as_in_step else evaluating(self.module)
         columns: list[list[torch.Tensor]] = [[] for _ in range(num_columns)]
+        self._agree_on_towers(batch)
         with mode, self._without_adapter(not adapter), self._holding(), self._uncompiled():
             for k in range(most_of_ranks(len(rows), self.device) if self.is_sharded else len(rows)):
                 micro = batch[rows[k]].as_sequences() if k < len(rows) else None
@@ -136,11 +140,19 @@ class Scoring:
         counts = np.concatenate([targets_of_rows(batch[part]) for part in rows])
         return [in_order([Ragged.split(torch.cat(parts).cpu().numpy(), counts)], rows) for parts in columns]
 
+    def _agree_on_towers(self, batch: Any) -> None:
+        """All ranks run a tower in shards as often in each pass: every rank calls it before its passes."""
+        if self.is_sharded and self.vision is not None and self.scorer.dummy is not None:
+            most = self.vision.num_towers(batch.as_sequences().images)
+            self.scorer.dummy.num_towers = most_of_ranks(most, self.device)
+
     def _run(self, forward: torch.nn.Module, micro: Sequences | None, **settings: Any) -> Any:
         micro = Sequences(Ragged.of([], np.int64), Ragged.of([], bool)) if micro is None else micro
         sharing = None if self.sharing is None else (self.sharing.index, self.sharing.size)
         told: dict[str, Any] = {"padding_free": self.padding_free, "read_at": self.read_at, "sharing": sharing}
-        inputs = model_inputs(micro, self.device, **told, vision=self.vision)
+        inputs = shared_inputs(micro, self.device) if self.shares_prompts else None
+        if inputs is None:
+            inputs = model_inputs(micro, self.device, **told, vision=self.vision)
         if not isinstance(self.scorer, Scorer):
             settings = {}
         with self._computing():

@@ -1,8 +1,9 @@
 """Which weights of a model have an adapter, by fields of peft's LoraConfig.
 
-Routers, gates of shared experts, convolutions, embedding and head get none: "all-linear" is attention, gated delta-rule
-layers, dense MLPs and shared experts. In qwen3_moe and qwen3_next, where names of an MLP mean experts to peft, it has
-no MLP. Experts get an adapter where they are named.
+Gates of shared experts, convolutions, embedding and head get none, and routers where they are named. "all-linear" is
+attention, gated delta-rule layers, dense MLPs and shared experts. In qwen3_moe and qwen3_next, where names of an MLP
+mean experts to peft, it has no MLP. Experts get an adapter where they are named. ``modules_to_save`` trains embedding
+and head themselves.
 
 Needs neither weights nor megatron-core: mistakes are found before a process starts.
 """
@@ -15,9 +16,11 @@ from typing import Any
 
 from rayhelper import ConfigError
 from trainers.backends.megatron.tensors.sources import Source
-from trainers.backends.megatron.tensors.table import block_sources
+from trainers.backends.megatron.tensors.table import EMBEDDING, HEAD, block_sources
 
-FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "use_rslora")
+PARTS = ("vit", "aligner")  # of a model that also sees: modules_to_save names both, or none
+FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "use_rslora", "modules_to_save")
+ROUTER = "mlp.gate.weight"  # what peft calls a router's weight, in target_parameters
 STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # what peft calls the experts of a layer
 IN_STACKS = ("gate_proj", "up_proj", "down_proj")  # and what it called them when they were layers of their own
 LINEAR = re.compile(r"(_proj|\.in_proj_\w+)\.weight$")  # layers of a checkpoint that can have an adapter
@@ -37,9 +40,14 @@ def chosen_targets(config: Any, settings: Mapping[str, Any], *, num_stages: int 
     """
     if unknown := sorted(settings.keys() - set(FIELDS)):
         raise ConfigError(f"lora: backend: megatron does not know {unknown}; of peft's fields it has {list(FIELDS)}")
+    whole_names(config, settings)
     known, in_experts = _adaptable(config), names_in_experts(config)
     wanted = settings.get("target_modules", "all-linear")
-    chosen = in_experts if _takes_experts(config, settings, bool(in_experts)) else set()
+    chosen = set(in_experts) if _takes_experts(config, settings, bool(in_experts)) else set()
+    if ROUTER in (settings.get("target_parameters") or ()):
+        chosen |= {
+            name for layer in linear_layers(config, 1) for one in layer for name in one.tensors if is_router(name)
+        }
     if wanted in ("all-linear", ["all-linear"]):
         return known | chosen
     if isinstance(wanted, str):
@@ -73,25 +81,51 @@ def chosen_targets(config: Any, settings: Mapping[str, Any], *, num_stages: int 
     ]
     if bare := [k for k, names in enumerate(layers) if num_stages > 1 and not names & chosen]:
         raise ConfigError(
-            f"lora: target_modules {list(wanted)} leave layers {bare[:3]} without an adapter, but with "
+            f"lora: target_modules {list(wanted)} leave layers {bare[:3]} without an adapter. With "
             "pipeline_model_parallel_size every layer must have one: add a layer of the attention"
         )
     return chosen
 
 
+def whole_names(config: Any, settings: Mapping[str, Any]) -> set[str]:
+    """Names, in a checkpoint, of the weights that ``modules_to_save`` trains themselves, beside the adapter.
+
+    Raises:
+        ConfigError: a module that is neither embedding nor head, or one whose weight both have.
+    """
+    known = {_last(name): name for name in (EMBEDDING, HEAD)}
+    wanted = [one for one in settings.get("modules_to_save") or () if one not in PARTS]
+    for asked in wanted:
+        if not any(_means(asked, name) for name in known.values()):
+            raise ConfigError(
+                f"lora_kwargs: modules_to_save has {asked!r}, but with backend: megatron an adapter has only "
+                f"{' and '.join(known)} beside it. Remove it, or write backend: fsdp."
+            )
+    if wanted and config.tie_word_embeddings:
+        raise ConfigError(
+            f"lora_kwargs: modules_to_save has {', '.join(wanted)}, but the model ties {' and '.join(known)}, and "
+            "backend: megatron trains no tied weight beside an adapter. Remove it, or write backend: fsdp and "
+            "lora_kwargs: {ensure_weight_tying: true} too."
+        )
+    return {name for name in known.values() if any(_means(asked, name) for asked in wanted)}
+
+
 def peft_fields(config: Any, settings: Mapping[str, Any], targets: set[str]) -> dict[str, Any]:
     """Fields of peft's LoraConfig that say the same: last parts of names where these mean no other layer."""
     in_experts = names_in_experts(config)
-    layers = targets - in_experts
+    routers = {name for name in targets if is_router(name)}
+    layers = targets - in_experts - routers
     shared = {_last(name) for name in (_adaptable(config) - layers) | in_experts}
     found: dict[str, Any] = {
         "target_modules": sorted(
             {name.removesuffix(".weight") if _last(name) in shared else _last(name) for name in layers}
         )
     }
+    if routers:
+        found["target_parameters"] = [ROUTER]
     if not targets & in_experts:
         return found
-    found["target_parameters"] = list(STACKS)
+    found["target_parameters"] = [*found.get("target_parameters", ()), *STACKS]
     if names_in_stacks(config, settings):
         both = r".*\.gate_up_proj"
         found["rank_pattern"] = {both: 2 * settings.get("r", 8)}
@@ -100,14 +134,15 @@ def peft_fields(config: Any, settings: Mapping[str, Any], targets: set[str]) -> 
 
 
 def linear_layers(config: Any, num_ranks: int) -> list[list[Source]]:
-    """Of each layer of the model, those of its parts that can have an adapter."""
+    """Of each layer of the model, those of its parts that can have an adapter, its router among them."""
     blocks = [_block(config, block, num_ranks) for block in range(1, config.num_hidden_layers + 1)]
     attention_only = config.model_type in MLP_IS_EXPERTS
     return [
         [
             source
             for source in block.plain
-            if all(LINEAR.search(name) for name in source.tensors) and not (attention_only and ".mlp." in source.key)
+            if is_router(source.key)
+            or (all(LINEAR.search(name) for name in source.tensors) and not (attention_only and ".mlp." in source.key))
         ]
         for block in blocks
     ]
@@ -136,8 +171,14 @@ def _block(config: Any, block: int, num_ranks: int) -> Any:
 
 
 def _adaptable(config: Any) -> set[str]:
-    """Names of the weights that can have an adapter."""
-    return {name for layer in linear_layers(config, 1) for source in layer for name in source.tensors}
+    """Names of the weights, but those of experts and routers, that can have an adapter."""
+    names = {name for layer in linear_layers(config, 1) for source in layer for name in source.tensors}
+    return {name for name in names if not is_router(name)}
+
+
+def is_router(name: str) -> bool:
+    """Whether the weight of that name in a checkpoint sends tokens to experts."""
+    return name.endswith(f".{ROUTER}")
 
 
 def _takes_experts(config: Any, settings: Mapping[str, Any], has_experts: bool) -> bool:
@@ -147,8 +188,9 @@ def _takes_experts(config: Any, settings: Mapping[str, Any], has_experts: bool) 
         if stacks:
             raise ConfigError(f"lora: target_parameters are of experts, and this {config.model_type} model has none.")
         return False
+    stacks = [name for name in stacks if name != ROUTER]
     if unknown := [name for name in stacks if not any(f".{stack}".endswith(f".{name}") for stack in STACKS)]:
-        raise ConfigError(f"lora: target_parameters has {unknown[0]!r}; backend: megatron knows {list(STACKS)}")
+        raise ConfigError(f"lora: target_parameters has {unknown[0]!r}; backend: megatron knows {[ROUTER, *STACKS]}")
     if not named and not stacks:
         return False
     if settings.get("lora_dropout"):

@@ -6,9 +6,9 @@ megatron-core fuses what Hugging Face keeps apart, so a layer may have several p
     o_proj                 -> linear_proj     down_proj          -> linear_fc2
 
 Function, number of weights and initial values are as with peft on the model in one process, but for one thing: of
-targets in one fused layer, dropout takes the same inputs. Routers, gates of shared experts, embedding and head get no
-adapter: "all-linear" is attention, dense MLPs and shared experts, and of qwen3_moe, where names of an MLP mean experts
-to peft, attention alone.
+targets in one fused layer, dropout takes the same inputs. Gates of shared experts, embedding and head get no
+adapter, but the last two are trained themselves where ``modules_to_save`` names them. "all-linear" is attention, dense
+MLPs and shared experts, and of qwen3_moe, where names of an MLP mean experts to peft, attention alone.
 
 Experts get one where they are named (adapter_pieces.py).
 """
@@ -19,7 +19,8 @@ import contextlib
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,15 +33,19 @@ from rayhelper import ConfigError
 from trainers.backends.fresh_weights import adapter_a
 from trainers.backends.megatron.adapter_pieces import Piece, Stack, expert_stacks
 from trainers.backends.megatron.adapter_targets import (
+    PARTS,
     chosen_targets,
     expert_names,
+    is_router,
     linear_layers,
     names_in_stacks,
     peft_fields,
+    whole_names,
 )
-from trainers.backends.megatron.tensors.names import canonical
+from trainers.backends.megatron.tensors.names import SIGHT, THINKER, canonical
 from trainers.backends.megatron.tensors.sources import Source
-from trainers.backends.megatron.tensors.table import VALUES
+from trainers.backends.megatron.tensors.table import EMBEDDING, HEAD, VALUES, block_sources, tower_blocks
+from trainers.backends.megatron.vision.tower import Tower
 from trainers.backends.megatron.weights import MegatronWeights
 
 PREFIX, FILE = "base_model.model.", "adapter_model.safetensors"
@@ -51,8 +56,8 @@ class MegatronAdapter:
     """The adapter of the ``stages`` of this worker, whose other weights it freezes; a value head stays trained, whole.
 
     ``settings`` are fields of peft's LoraConfig. Every rank makes one, before gradients and optimizer. Weights are
-    float32. A is drawn from ``seed``, the same however the model is cut. ``inner``: how names of the layers' weights
-    begin in a model that also sees, as whose they are written, such as ``model.language_model.``.
+    float32. A is drawn from ``seed``, the same however the model is cut. ``tower``: of a model that also sees, whose
+    adapter it is written as; it learns itself where ``modules_to_save`` has vit and aligner.
 
     Raises:
         ConfigError: settings that are not supported here.
@@ -67,13 +72,15 @@ class MegatronAdapter:
         value_head: bool,
         num_labels: int = 1,
         seed: int,
-        inner: str = "",
+        tower: Tower | None = None,
     ) -> None:
         from megatron.core import parallel_state
 
         self.settings, self.value_head = dict(settings), value_head
-        self._inner = inner
-        self._layers = f"{inner or 'model.'}layers."  # how their names begin in peft's model
+        inner = "" if tower is None else tower.inner
+        self._inner, self._tower = inner, tower
+        self._model = inner or "model."
+        self._layers = f"{self._model}layers."  # how their names begin in peft's model
         self.rank: int = self.settings.get("r", 8)
         self._tensor = parallel_state.get_tensor_model_parallel_group()
         self._experts = parallel_state.get_expert_tensor_and_model_parallel_group()
@@ -82,6 +89,19 @@ class MegatronAdapter:
         self._device = next(stages[0].parameters()).device
         self._config = config
         self.targets = chosen_targets(config, self.settings, num_stages=self._pipeline.size())
+        self.wholes = whole_names(config, self.settings)
+        if value_head:  # which has no head of words, and in peft nothing of its name
+            self.wholes -= {HEAD}
+        self._has_parts = set(PARTS) <= set(self.settings.get("modules_to_save") or ())
+        if self._has_parts:
+            assert tower is not None, "who checks the configuration says that there is none"
+            self.wholes |= tower.shapes.keys()
+        self._in_tower = (
+            []
+            if tower is None or self._has_parts
+            else tower.adaptable(self.settings.get("target_modules", "all-linear"))
+        )
+        self._originals: dict[Parameter, torch.Tensor] = {}  # of weights that are trained themselves, on the host
         self._is_grouped = bool(stages[0].config.moe_grouped_gemm)
         self._low_ranks: list[Any] = []
         self._deltas: dict[Parameter, Callable[[], torch.Tensor]] = {}  # by the weight that they change
@@ -95,6 +115,8 @@ class MegatronAdapter:
             self._blocks.append([piece for source in sources for piece in self._added(source, layer)])
             if expert_names(config, number) & self.targets:
                 self._blocks.append(list(self._added_to_experts(number, layer)))
+        self._blocks += self._added_to_tower(stages[0])
+        self._blocks += self._trained_whole(stages)
         if value_head:
             shape = {f"{PREFIX}score.weight": (num_labels, config.hidden_size)}
             values = getattr(stages[-1], "values", None)
@@ -128,7 +150,8 @@ class MegatronAdapter:
 
     def changes(self, name: str) -> bool:
         """Whether training makes another of the weight of that name in the checkpoint."""
-        return canonical(name) in self.targets or (self.value_head and name == VALUES)
+        in_tower = canonical(name).removesuffix(".weight") in self._in_tower
+        return in_tower or canonical(name) in self.targets | self.wholes or (self.value_head and name == VALUES)
 
     def merged(self, parameter: Parameter) -> torch.Tensor:
         """This worker's part of a weight with the adapter added, which leaves the weight as it is."""
@@ -146,11 +169,15 @@ class MegatronAdapter:
     @contextlib.contextmanager
     def off(self, is_off: bool = True) -> Iterator[None]:
         """Inside, the model is what it was before the adapter was added."""
+        originals = self._originals if is_off else {}
+        trained = [weight.detach().clone() for weight in originals]
+        _put(originals, originals.values())
         for low_rank in self._low_ranks:
             low_rank.is_on = not is_off
         try:
             yield
         finally:
+            _put(originals, trained)
             for low_rank in self._low_ranks:
                 low_rank.is_on = True
 
@@ -162,10 +189,15 @@ class MegatronAdapter:
         weights = {name: weight.cpu() for name, weight in self.state()}
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
+            fields = self._fields()
+            if fields.get("target_parameters"):  # beside which peft has no dropout, and here are routers alone
+                fields["lora_dropout"] = 0.0
+            whole = ["score"] if self.value_head else []
+            whole += [one for one in self.settings.get("modules_to_save") or () if one not in PARTS]
+            whole += list(self._tower.modules) if self._has_parts and self._tower is not None else []
             LoraConfig(
-                **self.settings | self._fields(),
+                **self.settings | fields | {"modules_to_save": whole or None},
                 task_type="SEQ_CLS" if self.value_head else "CAUSAL_LM",
-                modules_to_save=["score"] if self.value_head else None,
                 base_model_name_or_path=self._config.name_or_path,
                 inference_mode=True,
             ).save_pretrained(str(folder))
@@ -173,16 +205,20 @@ class MegatronAdapter:
         dist.barrier()
 
     def _in_memory(self, name: str) -> str:
-        """The name of a layer, or its end, in transformers' model."""
-        return name.replace(LAYERS, self._layers, 1)
+        """The name of a layer, or its end, of the embedding, the head or the tower, in transformers' model."""
+        if name.startswith((HEAD, *SIGHT)):
+            return THINKER + name.removeprefix("model.") if self._inner.startswith(THINKER) else name
+        return name.replace(LAYERS, self._layers, 1) if name != EMBEDDING else name.replace("model.", self._model, 1)
 
     def _fields(self) -> dict[str, Any]:
-        """Which layers peft takes: of a model that also sees, none of the tower, some of which have the same names."""
+        """Which layers peft takes; of a model that also sees, those of the tower by whole names."""
         found = peft_fields(self._config, self.settings, self.targets)
         if self._layers == LAYERS or not found["target_modules"]:
             return found
         names = [re.escape(self._in_memory(name).removeprefix(self._inner)) for name in found["target_modules"]]
-        return found | {"target_modules": rf"(.*\.)?{re.escape(self._inner)}(.*\.)?({'|'.join(names)})"}
+        language = rf"{re.escape(self._inner)}(.*\.)?({'|'.join(names)})"
+        both = "|".join([language, *(re.escape(self._in_memory(name)) for name in self._in_tower)])
+        return found | {"target_modules": rf"(.*\.)?({both})"}
 
     def load(self, folder: Path) -> None:
         """Puts back, in place, what ``save`` or peft wrote. Every rank.
@@ -227,6 +263,46 @@ class MegatronAdapter:
             stacked = Source((), tensors, cut, source.num_ranks, sections=sections)
             yield Piece(stacked, getattr(low_rank, key, None), self._tensor)
 
+    def _added_to_tower(self, first: Any) -> Iterator[list[Piece]]:
+        """What the adapter has beside each linear layer of those parts of the tower that are not frozen."""
+        from trainers.backends.megatron.low_rank import attach_to_linear
+
+        shapes = {} if self._tower is None else self._tower.shapes
+        for name in self._in_tower:
+            low_rank = None
+            if first.pre_process:
+                base = first.get_submodule(name.removeprefix("model."))
+                settings: dict[str, Any] = {
+                    "scaling": self._scaling(),
+                    "dropout": self.settings.get("lora_dropout", 0.0),
+                }
+                low_rank = self._kept(base, attach_to_linear(base, self.rank, **settings))
+            height, width = shapes[f"{name}.weight"]
+            named = PREFIX + self._in_memory(name)
+            a, b = {f"{named}.lora_A.weight": (self.rank, width)}, {f"{named}.lora_B.weight": (height, self.rank)}
+            self._scalings |= dict.fromkeys(b, self._scaling())
+            own = ((a, getattr(low_rank, "a", None)), (b, getattr(low_rank, "b", None)))
+            yield [Piece(Source((), tensors), weight, self._tensor) for tensors, weight in own]
+
+    def _trained_whole(self, stages: Sequence[Any]) -> Iterator[list[Piece]]:
+        """What is trained itself: embedding, head, and the layers of the tower; each learns from now on."""
+        own = {name: weight for stage in stages for name, weight in stage.named_parameters()}
+        cut = {"num_ranks": self._tensor.size(), "num_expert_ranks": 1}
+        cut["num_padded"] = stages[0].vocab_size - self._config.vocab_size
+        blocks = [block_sources(self._config, block, **cut) for block in (0, self._config.num_hidden_layers + 1)]
+        if self._has_parts and self._tower is not None:
+            blocks += tower_blocks(self._tower.shapes, self._tower.shapes)
+        for block in blocks:
+            pieces = []
+            for source in (source for source in block.plain if source.key in self.wholes):
+                weight = own.get(source.parameters[0])
+                if weight is not None:
+                    weight.requires_grad_(True)
+                    self._originals[weight] = weight.detach().to("cpu", copy=True)
+                tensors = {PREFIX + self._in_memory(name): shape for name, shape in source.tensors.items()}
+                pieces.append(Piece(replace(source, tensors=tensors), weight, self._tensor))
+            yield pieces
+
     def _added_to_experts(self, number: int, layer: Any) -> Iterator[Piece]:
         """What the adapter has beside the experts of the layer of that number."""
         cuts = self._within_experts.size()
@@ -267,18 +343,23 @@ class MegatronAdapter:
     def _attached(self, source: Source, targets: list[str], layer: Any) -> Any:
         from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-        from trainers.backends.megatron.low_rank import LowRank, attach
+        from trainers.backends.megatron.low_rank import LowRank, attach, attach_to_router
 
         name = source.parameters[0].removesuffix(".weight")
         base = layer.get_submodule(name)
+        dropout = self.settings.get("lora_dropout", 0.0)
+        if is_router(source.key):
+            return self._kept(base, attach_to_router(base, self.rank, scaling=self._scaling(), dropout=dropout))
         if not isinstance(base, ColumnParallelLinear | RowParallelLinear) or base.explicit_expert_comm:
             raise ConfigError(
                 f"no adapter can be added to {name}, a {type(base).__name__}: backend: megatron adds them to "
                 "megatron-core's own layers, and needs moe_shared_expert_overlap: false"
             )
-        dropout = self.settings.get("lora_dropout", 0.0)
-        low_rank = LowRank(base, source, targets, rank=self.rank, scaling=self._scaling(), dropout=dropout)
-        attach(base, low_rank)
+        cut = LowRank(base, source, targets, rank=self.rank, scaling=self._scaling(), dropout=dropout)
+        attach(base, cut)
+        return self._kept(base, cut)
+
+    def _kept(self, base: Any, low_rank: Any) -> Any:
         self._low_ranks.append(low_rank)
         self._deltas[base.weight] = low_rank.delta
         return low_rank
@@ -324,6 +405,12 @@ def freeze(stage: Any) -> None:
         stage.values.requires_grad_(True)
     if stage.pre_process:
         begin_gradients(stage.embedding)
+
+
+@torch.no_grad()
+def _put(weights: Iterable[Parameter], values: Iterable[torch.Tensor]) -> None:
+    for weight, value in zip(weights, values, strict=True):
+        weight.copy_(value)
 
 
 def _draw(piece: Piece, seed: int) -> None:

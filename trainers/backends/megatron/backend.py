@@ -34,7 +34,7 @@ from trainers.backends.megatron.adapter_checkpoint import load_adapter, save_ada
 from trainers.backends.megatron.adapters import MegatronAdapter
 from trainers.backends.megatron.checkpoint import Writer, check_parts, load_parts, save_parts
 from trainers.backends.megatron.fields import check_fields
-from trainers.backends.megatron.model import build_stages
+from trainers.backends.megatron.model import Head, build_stages
 from trainers.backends.megatron.model_fields import read_config
 from trainers.backends.megatron.optimizer import build_optimizer, build_schedule, gradient_norm, with_gradients
 from trainers.backends.megatron.packing import Packed
@@ -46,7 +46,7 @@ from trainers.backends.megatron.weights import MegatronWeights
 from trainers.backends.random_state import random_state, read_random_state, set_random_state
 from trainers.backends.saved_files import read_saved
 from trainers.backends.scores.head import LinearHead, Scores, room_of
-from trainers.backends.scores.inputs import ReadAt, in_order, micro_batches, num_targets
+from trainers.backends.scores.inputs import ReadAt, in_order, micro_batches, targets_of_rows
 from trainers.backends.scores.token_loss import token_loss
 from trainers.backends.scores.top_logps import TopLogps
 from trainers.backends.scores.vocabulary import ShardedVocabulary
@@ -59,7 +59,7 @@ from trainers.run.throughput import add_memory, add_work, peak_flops
 
 
 class MegatronBackend:
-    """A model with a language or value head and, unless it only scores, its optimizer and schedule.
+    """A model with a language head, a value head or none; unless it only scores, its optimizer and schedule.
 
     In bfloat16 the weights are bfloat16, and the optimizer keeps them in float32 beside; a model that only scores
     (``learning_rate=None``) has neither gradients nor optimizer. ``settings`` say how the model is cut.
@@ -81,7 +81,7 @@ class MegatronBackend:
         model: str | Path,
         *,
         settings: MegatronSettings,
-        head: Literal["lm", "value"] = "lm",
+        head: Head = "lm",
         num_labels: int = 1,
         values_at: ReadAt = "predicting",
         dtype: Literal["float32", "bfloat16"] = "float32",
@@ -118,7 +118,7 @@ class MegatronBackend:
         self.settings, self.head_kind, self.token_budget = settings, head, token_budget
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.peak_flops = peak_flops(self.device, peak_tflops)
-        read_at: ReadAt = values_at if head == "value" else "predicting"
+        read_at: ReadAt = values_at if head != "lm" else "predicting"
         self.at = layout.start(settings, seed=seed)
         whole = read_config(model, model_init_kwargs or {}, trust_remote_code=trust_remote_code)
         self.hf = whole.get_text_config()
@@ -146,8 +146,7 @@ class MegatronBackend:
         self.adapter: MegatronAdapter | None = None
         if lora is not None:
             values: dict[str, Any] = {"value_head": head == "value", "num_labels": num_labels, "seed": seed}
-            inner = "" if self.tower is None else self.tower.inner
-            self.adapter = MegatronAdapter(self.hf, self.stages, lora, inner=inner, **values)
+            self.adapter = MegatronAdapter(self.hf, self.stages, lora, tower=self.tower, **values)
         self.num_active = self.weights.num_active()
         self.module: Any = None  # an engine has its own
         self.sent = SentWeights()
@@ -227,13 +226,13 @@ class MegatronBackend:
         logps, entropies = self._each(sequences, micro_batch_size, lambda scores: scores[:2], 2, temperature, adapter)
         return logps, entropies
 
-    def token_values(self, sequences: Sequences, *, micro_batch_size: int) -> Ragged:
-        """float32 values at each row's targets, of a value head: (N,), or (N, num_labels) if there are several.
+    def token_values(self, batch: Any, *, micro_batch_size: int, as_in_step: bool = False) -> Ragged:
+        """float32 values at each row's targets: (N,), or (N, width of the head) if that is not 1. Every rank.
 
-        Every rank.
+        ``as_in_step`` changes nothing: no layer of such a model drops anything.
         """
-        width = self.weights.num_labels if self.weights.num_labels > 1 else None
-        return self._each(sequences, micro_batch_size, lambda values: values, 1, 1.0, width=width)[0]
+        width = self.weights.width if self.weights.width > 1 else None
+        return self._each(batch, micro_batch_size, lambda values: values, 1, 1.0, width=width)[0]
 
     def top_logps(
         self, sequences: Sequences, k: int, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True
@@ -272,7 +271,7 @@ class MegatronBackend:
 
     def _each(
         self,
-        sequences: Sequences,
+        batch: Any,
         micro_batch_size: int,
         pick: Callable[[Any], tuple[torch.Tensor, ...]],
         num_columns: int,
@@ -282,8 +281,8 @@ class MegatronBackend:
         **settings: Any,
     ) -> list[Ragged]:
         """The columns that ``pick`` takes of each micro-batch's scores, in the order of the rows, on every rank."""
-        rows = self._cut(sequences, self.settings.infer_batch_size or micro_batch_size)
-        micros = [sequences[part] for part in rows]
+        rows = self._cut(batch, self.settings.infer_batch_size or micro_batch_size)
+        micros = [batch[part].as_sequences() for part in rows]
 
         def read(features: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, ...]:
             scores = pick(self._scores(features, packed, temperature, **settings))
@@ -292,7 +291,7 @@ class MegatronBackend:
         found = self._pass(micros, read, adapter)
         if not rows:
             return [Ragged.of([], np.float32) for _ in range(num_columns)]
-        counts = np.concatenate([num_targets(micro) for micro in micros])
+        counts = np.concatenate([targets_of_rows(batch[part]) for part in rows])
         columns = []
         for column in range(num_columns):
             if found:
@@ -415,10 +414,8 @@ class MegatronBackend:
 
     def _scores(self, features: torch.Tensor, packed: Packed, temperature: float, **settings: Any) -> Any:
         """The numbers of all targets of a micro-batch, from those that this worker has of its tokens."""
-        if self.head_kind == "value":
-            layer: Any = self.stages[-1].values
-            values = layer(features).float().squeeze(-1)
-            return (self._of_all_targets(values, packed),)
+        if self.head_kind != "lm":
+            return (self._of_all_targets(self.stages[-1].numbers(features), packed),)
         assert self.head is not None, "only the last stage finishes"
         scores = self.head.scores(features, packed.target_ids_M, temperature, **settings)
         if self.at.context_size == 1:

@@ -183,8 +183,8 @@ def check_parts(folder: Path, *, dtype: torch.dtype) -> None:
     """
     if not (folder / FOLDER / "metadata.json").is_file():
         raise FileNotFoundError(
-            f"{folder} was not written by backend: megatron in training (there is no {FOLDER}/), so it has no "
-            "state of its optimizer. Continue with the backend that wrote it, or start a new run from it as model."
+            f"{folder} was not written by a training run with backend: megatron: there is no {FOLDER}/, and no "
+            "optimizer state. Continue with the backend that wrote it, or start a new run from it as model."
         )
     saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))["dtype"]
     if getattr(torch, saved) != dtype:

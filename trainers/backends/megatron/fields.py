@@ -195,12 +195,12 @@ def divided(further: Mapping[str, Any]) -> dict[str, Any]:
 
 def _why_not(name: str, known: Mapping[str, Any]) -> str | None:
     if name in KEYS:
-        return f"{name} is a key of its own. Write it beside megatron, not in it."
+        return f"{name} is a separate key. Write it beside megatron, not in it."
     if name not in known:
         near = nearest(name, [*known, *KEYS])
         return f"megatron-core has no field {name!r} in its configurations{near}."
     if name in ELSEWHERE:
-        return f"{name} is what the key {ELSEWHERE[name]} says. Write that."
+        return f"{name} is set by the key {ELSEWHERE[name]}. Write that key."
     if name in OF_MODEL or name.startswith(OF_MODEL_BEGINNINGS):
         return f"{name} follows from the model's config.json. Remove it."
     if name in OF_BACKEND or name.startswith(OF_BACKEND_BEGINNINGS):
@@ -264,7 +264,7 @@ def _balancing_mistake(further: Mapping[str, Any]) -> str | None:
     if kind == "none" and further.get(AUX):
         return f"{BALANCING} is none, but {AUX} {further[AUX]}. Remove one of them."
     if kind != "none" and BALANCING in further and AUX not in further:
-        return f"{BALANCING} {kind} says nothing without {AUX}. Write that too, such as 1e-3, or remove it."
+        return f"{BALANCING} {kind} has no effect without {AUX}. Write that too, such as 1e-3, or remove it."
     return None
 
 

@@ -78,8 +78,9 @@ def _fp8_mistake(further: Mapping[str, Any], first: str) -> str | None:
         return f"{first} is of fp8. Write fp8: hybrid beside it, or remove it."
     if recipe not in RECIPES:
         return (
-            f"with fp8, fp8_recipe must be one of {', '.join(RECIPES)}; it is {recipe!r}. (Unless said it is delayed, "
-            "which scales by what was seen before: scores would depend on that, and checkpoints do not keep it.)"
+            f"with fp8, fp8_recipe must be one of {', '.join(RECIPES)}; it is {recipe!r}. (The default of "
+            "megatron-core is delayed, which scales by earlier values. Then scores would depend on these values, and "
+            "checkpoints do not store them.)"
         )
     return None
 

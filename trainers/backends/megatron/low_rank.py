@@ -85,6 +85,38 @@ class LowRank(torch.nn.Module):
             return dropout(input_SX, self.dropout)
 
 
+class WholeLowRank(torch.nn.Module):
+    """(..., O) to be added to what a layer that each worker has whole makes of (..., X): scaling x B A x; in float32.
+
+    That is a router, or a layer of a vision tower. Where each worker's gradient is of its own tokens (``spreads``),
+    megatron-core sums the gradients over them. ``forks``: workers see different inputs, and drop different parts.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, rank: int, *, scaling: float, dropout: float, spreads: bool, forks: bool
+    ) -> None:
+        super().__init__()
+        self.scaling, self.dropout, self.forks, self.is_on = scaling, dropout, forks, True
+        height, width = weight.shape
+        self.a = torch.nn.Parameter(torch.zeros(rank, width, device=weight.device))
+        self.b = torch.nn.Parameter(torch.zeros(height, rank, device=weight.device))
+        for weight in (self.a, self.b):
+            weight.sequence_parallel = spreads  # type: ignore[attr-defined]
+
+    def forward(self, input_X: torch.Tensor) -> torch.Tensor:
+        if self.dropout and self.training:
+            own = tensor_parallel.get_cuda_rng_tracker().fork() if self.forks else contextlib.nullcontext()
+            with own:
+                input_X = dropout(input_X, self.dropout)
+        low = linear(input_X, self.a.to(input_X.dtype)) * self.scaling
+        return linear(low, self.b.to(input_X.dtype))
+
+    def delta(self) -> torch.Tensor:
+        """float32, in the shape of the layer's weight: what the adapter makes it another by."""
+        delta: torch.Tensor = self.b.detach() @ self.a.detach() * self.scaling
+        return delta
+
+
 class ExpertsLowRank(torch.nn.Module):
     """What is to be added to one of the two products of each expert of this worker, as peft stacks it; float32 weights.
 
@@ -156,6 +188,32 @@ def attach(base: Any, low_rank: LowRank) -> None:
     """From now on ``base`` adds what ``low_rank`` gives, unless that is off."""
     base.add_module("low_rank", low_rank)
     _add_to(base, low_rank, low_rank)
+
+
+def attach_to_router(router: Any, rank: int, *, scaling: float, dropout: float) -> WholeLowRank:
+    """What a router adds to its logits from now on, unless it is off."""
+    own = bool(router.config.sequence_parallel)
+    low_rank = WholeLowRank(router.weight, rank, scaling=scaling, dropout=dropout, spreads=own, forks=own)
+    router.add_module("low_rank", low_rank)
+    plain = router.gating
+
+    def gating(hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = plain(hidden)
+        return logits + low_rank(hidden).to(logits.dtype) if low_rank.is_on else logits
+
+    router.gating = gating
+    return low_rank
+
+
+def attach_to_linear(base: torch.nn.Linear, rank: int, *, scaling: float, dropout: float) -> WholeLowRank:
+    """What a linear layer of a vision tower adds from now on, unless it is off; it learns at the layer's own rate."""
+    spreads = bool(getattr(base.weight, "sequence_parallel", False))
+    low_rank = WholeLowRank(base.weight, rank, scaling=scaling, dropout=dropout, spreads=spreads, forks=False)
+    for weight in (low_rank.a, low_rank.b):
+        weight.rate = getattr(base.weight, "rate", None)  # type: ignore[attr-defined]
+    base.add_module("low_rank", low_rank)
+    base.register_forward_hook(lambda _, given, found: found + low_rank(given[0]) if low_rank.is_on else found)
+    return low_rank
 
 
 def attach_to_experts(experts: Any, linear: str, low_rank: ExpertsLowRank) -> None:

@@ -36,6 +36,8 @@ from trainers.backends.megatron.settings import MegatronSettings
 from trainers.backends.megatron.vision.rotation import angles, axes_of
 from trainers.backends.megatron.vision.tower import Tower, freeze_language
 
+Head = Literal["lm", "value", "embedding"]  # an embedding is a hidden state behind the final norm
+
 
 class Stage(GPTModel):  # type: ignore[misc]
     """The layers of one stage of a pipeline; the first has the embedding, the last the final norm and the head."""
@@ -45,7 +47,7 @@ class Stage(GPTModel):  # type: ignore[misc]
         config: TransformerConfig,
         hf: Any,
         *,
-        head: Literal["lm", "value"],
+        head: Head,
         num_labels: int,
         seed: int,
         balance: Balance | None = None,
@@ -69,12 +71,14 @@ class Stage(GPTModel):  # type: ignore[misc]
                 assert balance is not None, "it is why there are such routers"
                 part.balance = balance
         self.values: torch.nn.Linear | None = None
-        if self.post_process and head == "value":
+        self.has_words = head == "lm"
+        if self.post_process and not self.has_words:
             del self.output_layer
+        if self.post_process and head == "value":
             self.values = torch.nn.Linear(config.hidden_size, num_labels, bias=False)
             self.values.weight.data.copy_(value_head(config.hidden_size, hf.initializer_range, seed, num_labels))
             self.values.to(config.params_dtype)
-        elif self.post_process:
+        elif self.post_process and self.has_words:
             self.output_layer.forward = self.head_weight
 
     def forward(self, packed: Packed) -> Any:
@@ -112,11 +116,18 @@ class Stage(GPTModel):  # type: ignore[misc]
 
     def sharded_state_dict(self, *args: Any, **settings: Any) -> dict[str, Any]:
         """Where the weights lie in the whole model, as megatron-core's checkpoints know them."""
-        if self.values is None:
+        if self.has_words or not self.post_process:
             found: dict[str, Any] = super().sharded_state_dict(*args, **settings)
             return found
         found = MegatronModule.sharded_state_dict(self, *args, **settings)  # which asks for no output layer
         return found
+
+    def numbers(self, features_MH: torch.Tensor) -> torch.Tensor:
+        """float32 (M,) or (M, num_labels) values, or (M, H) embeddings, of what ``forward`` gave on the last stage."""
+        if self.values is None:
+            return features_MH.float()
+        values: torch.Tensor = self.values(features_MH).float().squeeze(-1)
+        return values
 
     def head_weight(self) -> Any:
         """This worker's rows of the output embedding. In the place of the output layer's product: hooks run with it."""
@@ -146,7 +157,7 @@ def build_stages(
     hf: Any,
     settings: MegatronSettings,
     *,
-    head: Literal["lm", "value"],
+    head: Head,
     dtype: torch.dtype,
     device: torch.device,
     num_labels: int = 1,

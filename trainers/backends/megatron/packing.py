@@ -48,11 +48,11 @@ class Row(NamedTuple):
 
 
 class Pictures(NamedTuple):
-    """The pictures of all documents, and V tokens of this worker that stand for parts of them."""
+    """The pictures and videos of all documents, and V tokens of this worker that stand for parts of them."""
 
     pixels: dict[str, torch.Tensor]  # on the CPU, by the names of the tower's arguments
     places_V: torch.Tensor  # among the S
-    chosen_V: torch.Tensor  # which feature of all pictures each of them is
+    chosen_V: torch.Tensor  # which feature each of them is, of all pictures and then of all videos
 
 
 class Packed(NamedTuple):
@@ -127,9 +127,8 @@ def pack(
             turned_by_T = positions_T.repeat(3, 1)
             turned_by_T[:, moved] = tower.positions(given).flatten(1)
         if tower.is_here:
-            is_picture = tower.is_feature(ids)
             feature_T = torch.full((total,), -1)
-            feature_T[moved[is_picture]] = torch.arange(int(is_picture.sum()))
+            feature_T[moved] = tower.features_at(ids, given.seen.pixels)
             feature_S = feature_T[mine_S]
             places_V = (feature_S >= 0).nonzero().flatten()
             own = (places_V, feature_S[places_V])

@@ -170,8 +170,8 @@ def setting_mistakes(settings: MegatronSettings) -> Iterator[str]:
         for name in ("recompute_method", "recompute_num_layers"):
             if getattr(settings, name) is not None:
                 yield (
-                    f"{name} is {getattr(settings, name)}, but recompute_granularity is {_word(granularity)}: whole "
-                    "layers are recomputed with full alone. Write recompute_granularity: full, or remove it."
+                    f"{name} is {getattr(settings, name)}, but recompute_granularity is {_word(granularity)}: only "
+                    "full recomputes whole layers. Write recompute_granularity: full, or remove it."
                 )
     if modules is not None and granularity != "selective":
         yield (
@@ -239,7 +239,7 @@ def dense_mistakes(settings: MegatronSettings) -> Iterator[str]:
     found += [f"recompute_modules {name}" for name in settings.recompute_modules or () if name in OF_EXPERTS]
     found += [name for name in settings.transformer if name.startswith("moe_")]
     if found:
-        yield f"{', '.join(found)}: of experts, but no model of backend: megatron has any. Remove what is of experts."
+        yield f"{', '.join(found)}: fields of experts, but no model of backend: megatron has experts. Remove these."
 
 
 def _fp8_mistakes(where: str, settings: MegatronSettings, sizes: ParallelSizes, shape: ModelShape) -> Iterator[str]:
@@ -256,8 +256,8 @@ def _fp8_mistakes(where: str, settings: MegatronSettings, sizes: ParallelSizes, 
     odd = [f"{name} {width}" for name, width in widths.items() if width % settings.fp8_rows]
     if odd:
         yield (
-            f"with fp8 every width of the model on a worker of {where} must be a multiple of {settings.fp8_rows}, but "
-            f"there is {', '.join(odd)}. Remove fp8, or choose other sizes."
+            f"with fp8 every width of the model on a worker of {where} must be a multiple of {settings.fp8_rows}. "
+            f"These are not: {', '.join(odd)}. Remove fp8, or choose other sizes."
         )
 
 

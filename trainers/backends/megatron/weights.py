@@ -89,10 +89,10 @@ class MegatronWeights:
     """The weights of the ``chunks`` of this rank: several with a virtual pipeline; inside wrappers or not.
 
     Every rank makes one once ``parallel_state`` is initialised, which costs a small all-reduce over the pipeline. It
-    holds the parameters, so that what wraps the model later changes nothing. ``head``: of a language model, or the
-    linear layer of a sequence classifier (``value``) with ``num_labels`` labels. ``bucket_bytes``: of a layer's experts
-    at most about so many bytes are gathered at a time. ``whole``: the configuration of a model that also sees, of whose
-    language model ``config`` is; ``tower``: its vision tower.
+    holds the parameters, so that what wraps the model later changes nothing. ``head``: of a language model, the linear
+    layer of a sequence classifier (``value``) with ``num_labels`` labels, or none (``embedding``). ``bucket_bytes``: of
+    a layer's experts at most about so many bytes are gathered at a time. ``whole``: the configuration of a model that
+    also sees, of whose language model ``config`` is; ``tower``: its vision tower.
 
     A checkpoint of such a model may have names that begin with ``model.language_model.``, and is written so again.
     Other tensors than those of the chunks, and what is frozen of the tower, stay as they are (tensors/kept.py).
@@ -107,7 +107,7 @@ class MegatronWeights:
         config: Any,
         chunks: Sequence[Any],
         *,
-        head: Literal["lm", "value"] = "lm",
+        head: Literal["lm", "value", "embedding"] = "lm",
         num_labels: int = 1,
         bucket_bytes: int = 1 << 30,
         whole: Any = None,
@@ -268,6 +268,11 @@ class MegatronWeights:
     def outer(self, name: str) -> str:
         """The name in the checkpoint that was loaded."""
         return called.outer(name, self.beginnings)
+
+    @property
+    def width(self) -> int:
+        """Numbers that the head gives for each target, of a model that gives no words."""
+        return int(self.config.hidden_size) if self.head == "embedding" else self.num_labels
 
     def num_active(self) -> float:
         """Parameters that a token goes through: of a mixture's experts those that it is sent to; no vision tower."""
@@ -448,6 +453,8 @@ class MegatronWeights:
         config = copy.deepcopy(self.whole)
         if self.head == "lm" and config.model_type in SEEING:
             config.architectures = [known.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[config.model_type]]
+        elif self.head == "embedding":
+            config.architectures = [known.MODEL_MAPPING_NAMES[config.model_type]]
         elif self.head == "lm":
             config.architectures = [known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
         else:

@@ -156,8 +156,8 @@ class Head:
         linear = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if linear is None or backbone(model) is None:
             raise ValueError(
-                f"{type(model).__name__} has no backbone and output embedding that can be called one after the other; "
-                "the fsdp backend trains causal language models (what AutoModelForCausalLM builds)."
+                f"{type(model).__name__} has no backbone and output embedding that can be called one after the other. "
+                "The fsdp backend trains causal language models (AutoModelForCausalLM)."
             )
         self.linear: Any = linear
         config = model.config.get_text_config()

@@ -8,6 +8,7 @@ document of its own.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -23,14 +24,22 @@ class Sees(Protocol):
 
     def seen(self, images: Any) -> dict[str, torch.Tensor]: ...
 
-    def is_picture(self, ids: np.ndarray) -> np.ndarray: ...
+    def kinds(self, ids: np.ndarray) -> np.ndarray: ...
 
 
 class Seen(NamedTuple):
-    """The pictures of a micro-batch."""
+    """The pictures and videos of a micro-batch."""
 
     pixels: dict[str, torch.Tensor]  # by the names of the model's arguments
-    is_picture_BT: torch.Tensor  # int64; 1 on tokens that stand for a part of a picture
+    kind_BT: torch.Tensor  # int64; 1 on tokens that stand for a part of a picture, 2 of a video, else 0
+
+
+@dataclass
+class Dummy:
+    """The pixels of a small picture, and how often each pass runs the tower: for pictures, and apart for videos."""
+
+    pixels: dict[str, torch.Tensor]
+    num_towers: int = 1
 
 
 class Part(NamedTuple):
@@ -54,6 +63,7 @@ class Inputs(NamedTuple):
     longest_document: int = 0  # tokens; 0: where every row is one document
     part: Part | None = None
     seen: Seen | None = None  # None: no row has a picture
+    sees_BTT: torch.Tensor | None = None  # bool, where a query sees a key; None: all before it in its document
 
 
 def micro_batches(
@@ -143,9 +153,9 @@ def model_inputs(
 
 def seen_by(vision: Sees, images: Any, input_ids_BT: torch.Tensor) -> Seen:
     """The pictures of rows, and which of their tokens stand for them, on the device of the tokens."""
-    is_picture_BT = torch.from_numpy(vision.is_picture(input_ids_BT.cpu().numpy())).long()
+    kind_BT = torch.from_numpy(vision.kinds(input_ids_BT.cpu().numpy())).long()
     pixels = {name: on_device(values, input_ids_BT.device) for name, values in vision.seen(images).items()}
-    return Seen(pixels, is_picture_BT.to(input_ids_BT.device))
+    return Seen(pixels, kind_BT.to(input_ids_BT.device))
 
 
 def _part_of(inputs: Inputs, index: int, size: int) -> Inputs:
@@ -176,7 +186,7 @@ def _on_device(inputs: Inputs, device: torch.device) -> Inputs:
         moved["part"] = part._replace(targets_M=on_device(part.targets_M, device))
     if inputs.seen is not None:
         pixels = {name: on_device(values, device) for name, values in inputs.seen.pixels.items()}
-        moved["seen"] = Seen(pixels, on_device(inputs.seen.is_picture_BT, device))
+        moved["seen"] = Seen(pixels, on_device(inputs.seen.kind_BT, device))
     return inputs._replace(**moved)
 
 

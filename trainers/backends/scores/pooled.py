@@ -13,7 +13,7 @@ import torch
 from trainers.backends.fsdp.documents import Way
 from trainers.backends.fsdp.hf_model import ModelHead, evaluating
 from trainers.backends.fsdp.packed_attention import single_documents
-from trainers.backends.scores.inputs import Inputs
+from trainers.backends.scores.inputs import Dummy, Inputs
 from trainers.backends.scores.scorer import Scorer, ValueScorer, arguments_of, joining, of_all
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class EmbeddingScorer(torch.nn.Module):
         super().__init__()
         self.model, self.pooling, self.way, self.ranks = model, pooling, way, ranks
         self.is_bidirectional = sees_ahead(model)
-        self.dummy: dict[str, torch.Tensor] | None = None  # as of ``Scorer``
+        self.dummy: Dummy | None = None  # as of ``Scorer``
         check_shared(self.ranks, pooling == "last" and not self.is_bidirectional)
         if (pooler := getattr(model, "pooler", None)) is not None:  # of BERT: what it gives is not read
             pooler.requires_grad_(False)
@@ -62,7 +62,7 @@ class ClassifierScorer(torch.nn.Module):
     def __init__(self, model: Any, *, ranks: SequenceRanks | None = None) -> None:
         super().__init__()
         self.model = model
-        self.dummy: dict[str, torch.Tensor] | None = None  # as of ``Scorer``
+        self.dummy: Dummy | None = None  # as of ``Scorer``
         check_shared(ranks, False)
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor]:

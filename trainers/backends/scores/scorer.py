@@ -12,7 +12,7 @@ from trainers.backends.base import TokenFunction
 from trainers.backends.fsdp.documents import Way, backbone, model_arguments
 from trainers.backends.fsdp.packed_attention import single_documents
 from trainers.backends.scores.head import Head, Scores
-from trainers.backends.scores.inputs import Inputs
+from trainers.backends.scores.inputs import Dummy, Inputs
 
 if TYPE_CHECKING:
     from trainers.backends.fsdp.one_worker.passes import Passes
@@ -33,7 +33,7 @@ class Scorer(torch.nn.Module):
         self.model, self.way, self.ranks = model, way, ranks
         self.head = Head(model, room=room)
         self.balance: Balance | None = None  # for ``is_token_BT``
-        self.dummy: dict[str, torch.Tensor] | None = None  # pixels, where a vision tower takes part in every pass
+        self.dummy: Dummy | None = None  # where a vision tower takes part in every pass
         self.passes: Passes | None = None  # that run as CUDA graphs
 
     def hidden(self, inputs: Inputs) -> torch.Tensor:
@@ -88,19 +88,22 @@ class Scorer(torch.nn.Module):
             return self.head.outputs(self.model, **given, **routes)
 
 
+PIXELS = ("pixel_values", "pixel_values_videos")  # arguments of models, for each of which they run their tower
 TAKEN = ("pooler_output", "deepstack_features")  # of a tower's outputs: what language models take
 
 
 @contextlib.contextmanager
-def joining(model: Any, inputs: Inputs, dummy: dict[str, torch.Tensor] | None) -> Iterator[None]:
+def joining(model: Any, inputs: Inputs, dummy: Dummy | None) -> Iterator[None]:
     """Inside, a pass without pictures runs the tower too, where it has a ``dummy``, and adds nothing to embeddings.
 
     So it gathers shards and reduces gradients in the order of a pass with pictures, which other ranks may make.
     """
-    if dummy is None or inputs.seen is not None:
+    num_own = 0 if inputs.seen is None else sum(name in PIXELS for name in inputs.seen.pixels)
+    num_missing = 0 if dummy is None else dummy.num_towers - num_own
+    if dummy is None or num_missing <= 0:
         yield
         return
-    nothing = nothing_of(model, dummy)
+    nothing = torch.stack([nothing_of(model, dummy.pixels) for _ in range(num_missing)]).sum()
     hook = model.get_input_embeddings().register_forward_hook(
         lambda module, given, embeddings: embeddings + nothing.to(embeddings.dtype)
     )
@@ -135,11 +138,11 @@ class ValueScorer(torch.nn.Module):
         super().__init__()
         if not callable(getattr(model, "score", None)) or model.base_model is model:
             raise ValueError(
-                f"{type(model).__name__} has no backbone with a linear layer named score on top of it; a value model "
-                "is what AutoModelForSequenceClassification builds for decoders such as Qwen3 or Llama."
+                f"{type(model).__name__} has no backbone with a linear layer named score on top of it. A value model "
+                "is a model of AutoModelForSequenceClassification for a decoder, such as Qwen3 or Llama."
             )
         self.model, self.way, self.ranks = model, way, ranks
-        self.dummy: dict[str, torch.Tensor] | None = None  # as of ``Scorer``
+        self.dummy: Dummy | None = None  # as of ``Scorer``
         self.passes: Passes | None = None
 
     def hidden(self, inputs: Inputs) -> torch.Tensor:

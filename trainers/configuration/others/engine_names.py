@@ -8,6 +8,7 @@ What a section ``teacher`` says of vLLM is for an engine of the teacher's own, `
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from rayhelper import ConfigError
 from rayhelper.device_groups import DeviceGroups
@@ -15,6 +16,7 @@ from rayhelper.text import nearest
 from trainers.configuration.others.other_names import ALIASES, HINTS, REFUSED, is_neutral, why_refused
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 from trainers.configuration.reading.typed_values import bracketed
+from trainers.rollout.choice import AUTO, choose_engine
 
 PREFIX = "vllm_"
 TEACHER = "teacher_"  # before the keys of a section teacher that say something of vLLM
@@ -42,6 +44,17 @@ def no_field(name: str, key: str, owner: str, fields: Collection[str]) -> str:
     return f"unknown key {PREFIX}{name}: {owner} has no field {name!r} for {key}{near}"
 
 
+def decide_engine(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    """Puts an engine in place of ``rollout_engine: auto``; before other keys are looked at, which depend on it."""
+    if "rollout_engine" not in given.known or given.get("rollout_engine") != AUTO or given.foreign("use_vllm"):
+        return  # two keys that say it are a mistake, which is told below
+    choice = choose_engine({**defaults, **{name: given.get(name) for name in given.values}})
+    given.values["rollout_engine"] = choice.engine
+    given.chosen["rollout_engine"] = choice.reason
+    if choice.engine == "vllm" and given.values.pop("rollout_batch_size", None) is not None:
+        given.notes["rollout_batch_size"] = "rollout_engine: auto took vllm, which has vllm_max_num_seqs"
+
+
 def translate_engine(given: GivenKeys) -> None:
     """Puts our keys in place of others' in ``given``, if the run has an engine at all."""
     _teacher_keys(given, is_off=given.foreign("use_vllm") and given.get("use_vllm") is False)
@@ -57,7 +70,9 @@ def translate_engine(given: GivenKeys) -> None:
     _server_mode(given)
     _sleep(given)
     _generations_ahead(given)
-    _vllm_keys(given, is_off=uses_vllm is False and given.get("rollout_engine") == "hf")
+    is_hf = given.get("rollout_engine") == "hf"
+    off = "use_vllm is false" if uses_vllm is False else "rollout_engine: auto took hf"
+    _vllm_keys(given, off=off if is_hf and (uses_vllm is False or "rollout_engine" in given.chosen) else None)
 
 
 def _server_mode(given: GivenKeys) -> None:
@@ -72,7 +87,7 @@ def _server_mode(given: GivenKeys) -> None:
     if is_apart:
         for name in [name for name in given.values if name in SERVED]:
             del given.values[name]
-            given.notes[name] = "role rollout has a device group of its own"
+            given.notes[name] = "role rollout has its own device group"
 
 
 def _sleep(given: GivenKeys) -> None:
@@ -94,17 +109,17 @@ def _generations_ahead(given: GivenKeys) -> None:
         given.put("max_staleness", 1, "async_generate")
 
 
-def _vllm_keys(given: GivenKeys, *, is_off: bool) -> None:
-    """``is_off``: ``use_vllm: false`` says that they do not matter. Without a value, vLLM's default holds."""
+def _vllm_keys(given: GivenKeys, *, off: str | None) -> None:
+    """``off``: why they do not matter, if so. Without a value, vLLM's default holds."""
     for name in [name for name in given.values if name.startswith(PREFIX) and name not in ALIASES]:
         value = given.get(name)
         if is_neutral(name, value):
             continue
         if value is None:
             del given.values[name]
-        elif is_off:
+        elif off is not None:
             del given.values[name]
-            given.notes[name] = "use_vllm is false"
+            given.notes[name] = off
         elif name in given.known or name in HINTS or name in REFUSED or name.startswith(SERVER):
             continue  # told or checked elsewhere
         elif given.get("rollout_engine", "hf") == "hf":

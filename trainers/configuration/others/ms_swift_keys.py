@@ -32,6 +32,19 @@ OF_PICTURES = frozenset(  # of model_kwargs: what images, videos and sounds beco
     video_max_slice_nums video_max_token_num video_min_pixels video_min_token_num video_segments video_total_pixels
     """.split()
 )
+TEMPLATES = {  # of ms-swift's own, which are no model's, in Jinja (swift/template/templates/llm.py)
+    "default": (
+        "{% if tools %}{{ raise_exception('template: default shows no tools') }}{% endif %}{{ bos_token }}"
+        "{% set has_system = messages[0]['role'] == 'system' %}"
+        "{% set system = messages[0]['content'] if has_system else 'You are a helpful assistant.' %}"
+        "{% if system %}{{ system + '\\n\\n' }}{% endif %}"
+        "{% for message in (messages[1:] if has_system else messages) %}"
+        "{% if message['role'] == 'user' %}{{ '### Human:\\n' + message['content'] + '\\n\\n### Assistant:\\n' }}"
+        "{% elif message['role'] == 'assistant' %}"
+        "{{ message['content'] }}{{ eos_token if loop.last else '\\n\\n' }}"
+        "{% else %}{{ raise_exception('template: default has no role ' + message['role']) }}{% endif %}{% endfor %}"
+    )
+}
 FSDP2 = {  # ms-swift's swift/config/fsdp2.json
     "fsdp_sharding_strategy": "full_shard",
     "fsdp_reshard_after_forward": True,
@@ -57,6 +70,7 @@ def translate_ms_swift(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     _optimizer(given)
     _fsdp(given)
     _checkpoints(given)
+    _evaluation_steps(given, defaults)
     _templates(given)
     _best_checkpoint(given)
     _model_arguments(given)
@@ -82,26 +96,37 @@ def engine_beside_training(given: GivenKeys) -> None:
     if not changed["colocate_groups"]:
         del changed["colocate_groups"]
     given.values["device_groups"] = changed
-    logger.info("role rollout has processes of its own on the devices of role %s: %d hold an engine", host, size)
+    logger.info("role rollout has its own processes on the devices of role %s: %d hold an engine", host, size)
 
 
 def room_for_prompts(given: GivenKeys) -> None:
-    """ms-swift's ``max_length`` may leave no room for a completion: its engine then ends the completion early.
-
-    Here completions have their length, and prompts that leave too little room lose their beginning.
-    """
+    """ms-swift's ``max_length`` may leave no room for a completion: its engine then ends the completion early."""
     if given.written.get("max_prompt_length") != "max_length":
         return
     sizes = [given.get(name) for name in ("vllm_max_model_len", "max_completion_length", "max_prompt_length")]
     if not all(type(size) is int for size in sizes) or "vllm_max_model_len" not in given.values:
         return
-    room = sizes[0] - sizes[1]
-    if 1 <= room < sizes[2]:
-        given.values["max_prompt_length"] = room
-        logger.info(
-            "max_length is %d here: a prompt and its completion of %d tokens have vllm_max_model_len %d together; "
-            "the beginning of longer prompts is cut",
-            *(room, sizes[1], sizes[0]),
+    whole, completion, prompt = sizes
+    if whole > 1 and whole < prompt + completion:
+        given.put("vllm_clip_completions", True, "vllm_max_model_len")
+        given.values["max_prompt_length"] = min(prompt, whole - 1)
+
+
+def _evaluation_steps(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    """Megatron's ``eval_iters`` are batches of an evaluation, each as large as a training step."""
+    name, size = "eval_iters", given.get("global_batch_size", defaults.get("global_batch_size"))
+    count = given.get(name)
+    if not given.foreign(name) or "max_eval_sequences" not in given.known or type(count) is not int or count < 1:
+        return
+    if not (given.get("eval_dataset") or given.get("split_dataset_ratio")):
+        given.take(name)
+        given.notes[name] = "there is no eval_dataset"
+    elif type(size) is int:
+        given.put("max_eval_sequences", count * size, name)
+        del given.values[name]
+        given.notes[name] = (
+            f"each evaluation has the first {count * size} sequences, and none twice; one of ms-swift continues behind "
+            "the last one, and begins again where they end"
         )
 
 
@@ -121,7 +146,10 @@ def _model_arguments(given: GivenKeys) -> None:
 
 
 def _templates(given: GivenKeys) -> None:
-    """Tools in the form of Hermes are what the chat templates of Qwen and others write."""
+    """Templates that are no model's own. Tools in the form of Hermes are what those of Qwen and others write."""
+    if given.foreign("template") and "chat_template" in given.known and str(given.get("template")) in TEMPLATES:
+        given.put("chat_template", TEMPLATES[given.get("template")], "template")
+        given.values.pop("template", None)
     if given.foreign("agent_template") and given.get("agent_template") == "hermes":
         given.take("agent_template")
         given.notes["agent_template"] = "tools are written as the model's own chat template writes them"
@@ -203,6 +231,20 @@ def _experts(given: GivenKeys) -> None:
 
 def _optimizer(given: GivenKeys) -> None:
     """Megatron's optimizer in the memory of the host, and its states in other precisions."""
+    name = "optimizer"
+    if given.foreign(name) and "optim" in given.known and given.get("backend") != "megatron":
+        value = given.get(name)
+        if value == "muon":
+            given.put("optim", given.take(name), name)
+            if not {"deepspeed", "fsdp", "fsdp_sharding_strategy"} & given.values.keys():
+                given.put("fsdp_sharding_strategy", "no_shard", name)  # as its weights lie there too
+        elif value == "muonclip":
+            given.take(name)
+            given.refuse(
+                name,
+                "optimizer muonclip is not supported: it clips queries and keys by the largest score of attention, "
+                "which torch's attention does not give. Write optimizer: muon, and remove optim_args",
+            )
     name = "optimizer_cpu_offload"
     if given.foreign(name) and "optimizer_offload" in given.known and given.get(name) is True:
         given.take(name)
@@ -248,7 +290,7 @@ def _fsdp(given: GivenKeys) -> None:
             given.refuse("fsdp", f"fsdp: {name} is not supported: it holds fsdp and fsdp_config. Remove it there")
         for name in ("fsdp", "fsdp_config"):
             if name in given.values:
-                given.refuse(name, f"{name} stands beside fsdp: {value}, which says it too. Remove one of them")
+                given.refuse(name, f"{name} stands beside fsdp: {value}, which also sets it. Remove one of them")
             given.values[name] = held.get(name, FSDP[name])
             given.where.setdefault(name, given.where["fsdp"])
 
@@ -274,7 +316,7 @@ def _checkpoints(given: GivenKeys) -> None:
         given.values.pop("early_stop_interval", None)
     if given.foreign("save_safetensors") and given.get("save_safetensors") is False:
         given.take("save_safetensors")
-        given.notes["save_safetensors"] = "a checkpoint holds what a run goes on from, the folder final the model"
+        given.notes["save_safetensors"] = "a checkpoint has all that a run continues from, the folder final the model"
     if given.foreign("eval_iters") and given.get("eval_iters") == 0:
         given.take("eval_iters")
         for name in ("eval_dataset", "split_dataset_ratio", "eval_steps"):

@@ -8,6 +8,7 @@
     max_length of GKD             max_length and max_prompt_length: it cuts what is to be completed too
     epsilon, epsilon_high         nothing with a loss that clips nothing
     router_aux_loss_coef          nothing with a model whose class adds no loss of its routers
+    rope_scaling, max_model_len   model_init_kwargs: {rope_parameters: ..., max_position_embeddings: ...}
     INFONCE_TEMPERATURE ...       keys of the same names in small letters, of embeddings and rerankers
     sequence_parallel_size        of GRPO: accumulation and generations count all workers there
 
@@ -16,6 +17,7 @@ Defaults are ``defaults.py``. What a key of ours says already, is left.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.configuration.others.ms_swift_keys import choose_backend
-from trainers.configuration.others.ms_swift_pictures import pictures_as_there
+from trainers.configuration.others.ms_swift_pictures import configuration_of, pictures_as_there
 from trainers.configuration.others.ms_swift_rows import rows_as_there
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 
@@ -55,7 +57,7 @@ OF_MODELS: Mapping[str, Mapping[str, str]] = {  # swift/template/templates/llm.p
 }
 FAKE_MARGIN = "infonce_fake_neg_margin"
 SWITCHES = ("infonce_use_batch", "infonce_mask_fake_negative", "infonce_include_qq", "infonce_include_dd")  # 1 is true
-SMOOTH = ("sapo", "vespo")  # losses whose weights fall smoothly instead of being clipped
+SMOOTH = ("sapo", "vespo", "real")  # losses whose weights fall smoothly instead of being clipped
 LIMITED = {"cosine": "max_len", "soft_overlong": "soft_max_length"}  # by max_completion_length, where nobody says
 
 
@@ -70,6 +72,7 @@ def mean_as_there(given: GivenKeys, config_type: type, defaults: Mapping[str, An
     _variables(given)
     _embedding_models(given)
     pictures_as_there(given)
+    _positions(given)
     _pairs(given)
     _scales(given)
     if given.get("dynamic_sample") is True and "dynamic_sample" in given.known:
@@ -107,11 +110,12 @@ def _pairs(given: GivenKeys) -> None:
     if "exo_pair" in types and not smoothing:
         given.values["label_smoothing"] = 1e-3
         given.where.setdefault("label_smoothing", given.where["loss_type"])
-    if "bco_pair" in types:
-        given.refuse(
-            "loss_type",
-            "loss_type bco_pair of ms-swift shifts rewards by their running mean, which is not built. Write apo_zero, "
-            "or defaults: trl for the loss without the shift",
+    if "bco_pair" in types and "bco_shift" in given.known and "bco_shift" not in given.values:
+        given.values["bco_shift"], given.where["bco_shift"] = True, given.where["loss_type"]
+        given.origins["bco_shift"] = "loss_type bco_pair"
+        given.notes["loss_type"] = (
+            "bco_pair shifts rewards by their mean over optimizer steps; that of ms-swift counts each micro-batch, and "
+            "those of evaluations too"
         )
     if "ipo" in types and len(types) > 1:
         given.refuse(
@@ -218,6 +222,50 @@ def _routers(given: GivenKeys) -> None:
     if kind is not None and router.lacks_loss(kind, config):
         given.take(name)
         given.notes[name] = f"{kind.__name__} of transformers adds no such loss, in ms-swift neither"
+
+
+def _positions(given: GivenKeys) -> None:
+    """``rope_scaling`` with ``max_model_len``: how a model reaches more positions than it knows.
+
+    The factor is max_model_len / positions, rounded up (``swift/arguments/base_args/model_args.py``).
+    """
+    names = [name for name in ("rope_scaling", "max_model_len") if given.foreign(name)]
+    if not names or "model_init_kwargs" not in given.known:
+        return
+    said: dict[str, Any] = {name: given.take(name) for name in names}
+    asked, longest = said.get("rope_scaling"), said.get("max_model_len")
+    scaling: dict[str, Any] = (
+        {"rope_type": asked} if isinstance(asked, str) else dict(asked) if isinstance(asked, Mapping) else {}
+    )
+    if "type" in scaling:
+        scaling.setdefault("rope_type", scaling.pop("type"))
+    config = configuration_of(given)
+    if (asked is None and longest is None) or config is None:  # who loads the model says why there is none
+        return
+    text = config.get_text_config()
+    own: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    known: Any = getattr(text, "max_position_embeddings", None)
+    is_plain = "rope_theta" in own and isinstance(known, int) and text is config
+    if given.get("backend") == "megatron" or not scaling or not is_plain:
+        given.refuse(
+            names[0],
+            f"{' and '.join(names)}: RayHelper scales positions for backend: fsdp, for language models with one "
+            "rotary embedding, and with rope_scaling. Write them into the model's config.json, and remove them",
+        )
+        return
+    known = (
+        scaling.get("original_max_position_embeddings")
+        or own.get("original_max_position_embeddings")
+        or (known // own["factor"] if own.get("factor") else known)
+    )
+    if "factor" not in scaling and type(longest) is not int:
+        given.refuse("rope_scaling", f"rope_scaling {asked} needs a factor, or max_model_len: a number. Write one")
+        return
+    factor = scaling.get("factor") or max(float(math.ceil(longest / known)), 1.0)
+    kept = {name: own[name] for name in ("rope_theta", "partial_rotary_factor") if own.get(name) is not None}
+    parameters = {**kept, **scaling, "factor": factor, "original_max_position_embeddings": int(known)}
+    given.put_inner("model_init_kwargs", "rope_parameters", parameters, names[0])
+    given.put_inner("model_init_kwargs", "max_position_embeddings", longest or int(known * factor), names[0])
 
 
 def _sequences(given: GivenKeys, defaults: Mapping[str, Any]) -> None:

@@ -39,7 +39,7 @@ MS_SWIFT_ONLY = frozenset(
     move_model_batches mtp_decoder_input_detach mtp_shared_weights multi_turn_scheduler
     muon_coefficient_type muon_scalar_optimizer nccl_comm_warmup no_load_optim no_load_rng
     no_save_optim no_save_rng norm_bbox off_policy_sequence_mask_delta offload_bridge optimizer_cuda_graph
-    overlong_filter packing_length packing_num_proc preserve_thinking quant_bits quant_method real_tau ref_adapters
+    overlong_filter packing_length packing_num_proc preserve_thinking quant_bits quant_method ref_adapters
     ref_model_revision ref_model_type reft_args reft_intervention_type reft_layer_key reft_layers reft_rank
     repetition_max_penalty repetition_n_grams response_prefix resume_only_model reward_adapters reward_model_plugin
     reward_model_revision reward_model_type reward_template rlhf_type rlsd_lambda rlsd_lambda_decay_steps

@@ -182,9 +182,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 _ROWS = "rows are held in memory"
 _TOKENIZED = "rows are tokenized where they are used"
 _KERNELS = "log-probabilities are computed a chunk of tokens at a time"
-_RESUMABLE = "checkpoints hold optimizer and random states, so that the run can go on"
+_RESUMABLE = "checkpoints hold optimizer and random states, so that the run can continue"
 _NO_ENGINE = "nothing generates beside this training"
-_GATHERED = "weights that lie in shards are gathered where an engine needs them"
+_GATHERED = "sharded weights are gathered where an engine needs them"
 
 HINTS = {
     **trl_names.HINTS,
@@ -211,15 +211,15 @@ HINTS = {
     "no_gradient_accumulation_fusion": "gradients are added by torch",
     "overlap_grad_reduce": "FSDP2 overlaps what it can",
     "overlap_param_gather": "FSDP2 overlaps what it can",
-    "use_distributed_optimizer": "fsdp_sharding_strategy says whether the optimizer lies in shards",
+    "use_distributed_optimizer": "fsdp_sharding_strategy decides whether the optimizer is sharded",
     "no_save_optim": _RESUMABLE,
     "no_save_rng": _RESUMABLE,
     "save_only_model": _RESUMABLE,
     "offload_model": _NO_ENGINE,
     "offload_optimizer": _NO_ENGINE,
     "sleep_level": _NO_ENGINE,
-    "teacher_deepspeed": "the teacher's weights lie in shards as the policy's do: the fsdp_* keys hold for it too",
-    "offload_teacher_model": "the teacher keeps its memory; a device group of its own for role teacher makes room",
+    "teacher_deepspeed": "the teacher's weights are sharded like the policy's: the fsdp_* keys also apply to it",
+    "offload_teacher_model": "the teacher keeps its memory. Give role teacher its own device group to save memory",
     "move_model_batches": _GATHERED,
     "ds3_gather_for_generation": _GATHERED,
     "vllm_enable_lora": "no engine gets an adapter here",
@@ -227,7 +227,7 @@ HINTS = {
     "vllm_server_pass_dataset": "an environment gets all columns of its row",
     "vllm_use_async_engine": "prompts enter the engine while others are completed",
     "ray_exp_name": "workers are named after their groups",
-    "merge_lora": "the final model has the adapter merged, and beside it the adapter alone",
+    "merge_lora": "final has the model with the adapter merged, and final/adapter only the adapter",
     "stream": "an answer is read whole",
     "log_entropy": "entropy is logged always",
     "log_rollout_offpolicy_metrics": "sampling/* is logged with rollout_importance_sampling_mode; the hf engine "
@@ -235,8 +235,8 @@ HINTS = {
     "logging_first_step": "metrics.jsonl holds every step",
 }
 
-_VLLM = "vLLM completes prompts in GRPO, PPO and GKD alone. Remove it"
-_SERVER = "prompts are completed by the workers of role rollout. Remove it, and give rollout a device group of its own "
+_VLLM = "vLLM completes prompts only in GRPO, PPO and GKD. Remove it"
+_SERVER = "prompts are completed by the workers of role rollout. Remove it, and give rollout its own device group "
 _SERVER += "where it shall not share that of train"
 _MEGATRON = "nothing is trained or scored by a backend here. Remove it (or write 1)"
 _MEGATRON_ONLY = "it is a setting of Megatron's. Write backend: megatron beside it, or remove it"
@@ -261,7 +261,7 @@ REFUSED = {
     "use_vllm": _VLLM,
     "vllm_mode": _SERVER,
     "vllm_group_port": _SERVER,
-    "vllm_pipeline_parallel_size": "an engine lies on vllm_tensor_parallel_size workers. Remove it",
+    "vllm_pipeline_parallel_size": "an engine uses vllm_tensor_parallel_size workers. Remove it",
     "vllm_data_parallel_size": "every vllm_tensor_parallel_size workers of role rollout are an engine. Remove it",
     "async_generate": "completions are drawn by the policy as it is. Remove it",
     **dict.fromkeys(
@@ -305,8 +305,8 @@ REFUSED = {
     "ref_adapters": _ADAPTERS,
     "teacher_adapters": _ADAPTERS,
     "reward_adapters": _ADAPTERS,
-    "model_kwargs": "of ms-swift's arguments of single models, those of images, videos and sounds alone may be there: "
-    "a language model reads none of them. Remove the others",
+    "model_kwargs": "RayHelper accepts only model_kwargs for images, videos and sounds, which a language model does "
+    "not read. Remove the others",
     "load": "write model, or resume_from_checkpoint for a checkpoint of this library",
     "task_type": "sft learns causal_lm, seq_cls, embedding, reranker or generative_reranker. Write one of them",
     "num_labels": "sft with task_type: seq_cls classifies rows. Remove it elsewhere",
@@ -320,8 +320,8 @@ REFUSED = {
             *("freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio"),
             *("trainable_parameters", "trainable_parameters_regex"),
         ),
-        "all weights learn, or those of an adapter, or the parts of a vision model that freeze_vit, freeze_aligner and "
-        "freeze_llm leave. Remove it, or write tuner_type: lora with lora_target_modules",
+        "RayHelper trains all weights, or an adapter, or the parts of a vision model without freeze_vit, "
+        "freeze_aligner and freeze_llm. Remove it, or write tuner_type: lora with lora_target_modules",
     ),
     "target_regex": "write lora_target_modules, the names of layers",
     "template": _TEMPLATE,
@@ -331,8 +331,9 @@ REFUSED = {
     # data
     "streaming": "SFT and pretraining stream; this trainer reads its rows whole. Write streaming: false",
     "loss_scale": "this trainer learns the last answer, which is loss_scale last_round. Write that, or remove it",
-    "data_seed": "seed is that of the data too. Remove it, or write the same number",
-    "train_dataloader_shuffle": "shuffle_dataset says the order of rows. Write that, or defaults: ms-swift beside it",
+    "data_seed": "seed is also the seed of the data. Remove it, or write the same number",
+    "train_dataloader_shuffle": "shuffle_dataset sets the order of rows. Write that key, or defaults: ms-swift "
+    "beside it",
     "packing_length": "packed rows have max_length tokens. Write that",
     "enable_thinking": "this trainer gives the chat template no variables. Write a chat_template",
     # optimization
@@ -353,13 +354,12 @@ REFUSED = {
     "reward_model_plugin": "write a reward function in a file of external_plugins",
     "multi_turn_scheduler": "GRPO and GKD have it, without environment beside it. Write one of them, or remove it",
     "use_gym_env": "write environment: name",
-    "completion_length_limit_scope": "completions of several turns are of GRPO and GKD alone. Remove it",
+    "completion_length_limit_scope": "only GRPO and GKD have completions of several turns. Remove it",
     **dict.fromkeys(("stop_words", "stop_strings", "stop"), _STOPS),
-    "real_tau": "loss_type real is not built; see loss_type",
     "teacher_tag_key": "there is one teacher. Write teacher_model",
     **dict.fromkeys(("cpo_alpha", "simpo_gamma"), "it is of CPO. Write rlhf_type: cpo or simpo, or remove it"),
     **dict.fromkeys(("desirable_weight", "undesirable_weight"), "it is of KTO. Write rlhf_type: kto, or remove it"),
-    "calculate_KL": "loss_type says whether KTO estimates a KL: kto does, apo_zero_unpaired does not. Remove it",
+    "calculate_KL": "loss_type decides whether KTO estimates a KL: kto does, apo_zero_unpaired does not. Remove it",
     # checkpoints
     "add_version": "output_dir is used as it is written. Write add_version: false",
     "resume_only_model": "write model: the checkpoint's folder",

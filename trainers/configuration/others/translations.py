@@ -15,7 +15,7 @@ from typing import Any
 
 from rayhelper import ConfigError
 from trainers.configuration.megatron import MegatronConfig
-from trainers.configuration.others.engine_names import translate_engine
+from trainers.configuration.others.engine_names import decide_engine, translate_engine
 from trainers.configuration.others.ms_swift_keys import (
     engine_beside_training,
     room_for_prompts,
@@ -53,8 +53,6 @@ TRUNCATIONS = {  # ms-swift's truncation_strategy: ours, and what becomes of row
 SCHEDULERS_NOT_BUILT = {
     "thinking_tips_scheduler": "it makes a sample of each turn, which is not supported. Write math_tip_trick, or a "
     "scheduler of yours with check_finished and step",
-    "openenv_scheduler": "it plays on OpenEnv's servers, which is not supported. Write gym_scheduler with gym_env, "
-    "whose class asks the server",
 }
 SHARES = ("eval_steps", "save_steps", "logging_steps")  # below 1 a share of the run's steps to transformers
 COSINE = {  # arguments of ms-swift's reward cosine, in TRL's words
@@ -77,6 +75,7 @@ def translate(
     """
     _rlhf_type(given, config_type, rlhf_types)
     translate_ms_swift(given, defaults)
+    decide_engine(given, defaults)
     translate_trl(given, defaults)
     translate_engine(given)
     _precision(given)

@@ -48,7 +48,7 @@ SAME_NUMBERS = {  # keys of fsdp_config that are of memory or speed alone, and w
     **dict.fromkeys(
         ("backward_prefetch", "forward_prefetch", "limit_all_gathers"), "FSDP2 gathers weights ahead itself"
     ),
-    "state_dict_type": "a checkpoint holds what a run goes on from, the folder final the whole model",
+    "state_dict_type": "a checkpoint has all that a run continues from, the folder final the whole model",
     "transformer_layer_cls_to_wrap": "each layer of the model is a unit of FSDP2",
     "activation_cpu_offload": "activations stay on the device; gradient_checkpointing recomputes them",
 }
@@ -242,8 +242,8 @@ def _sharding(given: GivenKeys) -> None:
             elif word != "auto_wrap":
                 given.refuse(
                     name,
-                    f"{name} {word} is not supported: weights, gradients and optimizer lie in shards, or whole. Write "
-                    f"one of {', '.join(SHARDING)}",
+                    f"{name} {word} is not supported: weights, gradients and optimizer are all sharded, or none of "
+                    f"them. Write one of {', '.join(SHARDING)}",
                 )
     if inner is not None and not isinstance(inner, Mapping):
         given.refuse("fsdp_config", f"fsdp_config must be a mapping, got {inner!r}. Write the fsdp_* keys")

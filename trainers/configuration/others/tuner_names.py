@@ -14,8 +14,10 @@ from trainers.configuration.others.other_names import KNOWN_TUNERS, QUANTIZED
 from trainers.configuration.reading.given_keys import GivenKeys
 
 BONE, MISS = "bone", "miss"  # two names of one tuner
+OF_LANGUAGE = "lora_llm"
+ALL_ROUTER, ROUTER = "all-router", "mlp.gate.weight"  # ms-swift's word, and peft's name of a router's weight
 OTHER_TUNERS = (  # of ms-swift and peft
-    *("adapter", "llamapro", "loha", "lokr", "longlora", "lora_llm", "oft", "prefix_tuning", "prompt_tuning"),
+    *("adapter", "llamapro", "loha", "lokr", "longlora", "oft", "prefix_tuning", "prompt_tuning"),
     *("p_tuning", "qlora", "reft"),
 )
 OF_LORA = {"use_rslora": "use_rslora", "use_dora": "use_dora", "init_weights": "init_lora_weights"}
@@ -49,6 +51,7 @@ OF_MEGATRON: Mapping[str, tuple[str, ...]] = {  # layers of Megatron's: those of
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
+PARTS_OF_MEGATRON = {"word_embeddings": "embed_tokens", "output_layer": "lm_head"}  # and their names in a checkpoint
 OF_FOUR_BITS = ("bnb_4bit_quant_type", "use_bnb_nested_quant")
 BITS: dict[Any, str] = {4: "load_in_4bit", 8: "load_in_8bit"}
 
@@ -69,6 +72,9 @@ def translate_tuner(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
             f"{written} {tuner} is not supported: of tuners there are {KNOWN_TUNERS}. Write tuner_type: {meant}",
         )
         tuner = "lora"
+    elif tuner == OF_LANGUAGE:
+        tuner = given.values["tuner_type"] = "lora"
+        _whole_tower(given)
     elif tuner == BONE:
         tuner = given.values["tuner_type"] = MISS
     is_ms_swift = defaults.get("defaults") == "ms-swift"
@@ -78,11 +84,27 @@ def translate_tuner(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     _modules_to_save(given, tuner)
 
 
+def _whole_tower(given: GivenKeys) -> None:
+    """ms-swift's lora_llm: vision tower and aligner learn themselves beside an adapter of the language model."""
+    for name in [name for name in ("freeze_vit", "freeze_aligner", "freeze_llm") if name in given.values]:
+        given.take(name)
+        given.notes[name] = f"tuner_type is {OF_LANGUAGE}: vision tower and aligner learn themselves"
+    if given.get("backend") != "megatron" and given.get("lora_dropout", 0.0) != 0.0:
+        given.take("lora_dropout")
+        given.notes["lora_dropout"] = f"tuner_type is {OF_LANGUAGE}, which does not read it"
+    if given.get("backend") != "megatron":
+        given.put("lora_dropout", 0.0, "tuner_type")
+    given.put_inner("lora_kwargs", "modules_to_save", ["vit", "aligner"], "tuner_type")
+
+
 def _megatron_layers(given: GivenKeys) -> None:
     """Megatron's names of layers, by the names in a checkpoint: each of these has an adapter of its own."""
     name = "lora_target_modules"
     listed = given.get(name)
     names = listed.split() if isinstance(listed, str) else listed
+    if given.get("backend") == "megatron" and isinstance(names, list) and ALL_ROUTER in names:
+        names = given.values[name] = [one for one in names if one != ALL_ROUTER]
+        given.put_inner("lora_kwargs", "target_parameters", [ROUTER], name)
     if given.get("backend") != "megatron" or not isinstance(names, list) or not set(OF_MEGATRON) & {*map(str, names)}:
         return
     given.values[name] = [one for layer in names for one in OF_MEGATRON.get(str(layer), (layer,))]
@@ -115,8 +137,8 @@ def _fields(given: GivenKeys, tuner: Any, *, is_ms_swift: bool) -> None:
             given.notes[name] = f"tuner_type is {tuner}, which does not read it"
     if tuner == "vera" and given.get("lora_target_modules", ["all-linear"]) in ("all-linear", ["all-linear"]):
         given.notes["tuner_type"] = (
-            "vera changes all linear layers, as in peft; in ms-swift those alone that are as large as v_proj. "
-            "lora_target_modules names some"
+            "vera changes all linear layers, as in peft. In ms-swift it changes only layers as large as v_proj. "
+            "lora_target_modules chooses layers"
         )
 
 
@@ -127,11 +149,8 @@ def _modules_to_save(given: GivenKeys, tuner: Any) -> None:
     value = given.get(name)
     names = value.split() if isinstance(value, str) else value
     if given.get("backend") == "megatron":
-        given.refuse(
-            name,
-            f"{name}: with backend: megatron an adapter trains no other weights. Remove it, or write backend: fsdp",
-        )
-    elif tuner != "full" and (whole := [one for one in names if one.startswith("all-")]):
+        names = [PARTS_OF_MEGATRON.get(one, one) for one in names]
+    if tuner != "full" and (whole := [one for one in names if one.startswith("all-")]):
         given.refuse(name, f"{name}: {whole[0]} is a word of ms-swift's. Write the names of modules")
     elif tuner != "full":
         given.put_inner("lora_kwargs" if tuner == "lora" else "tuner_kwargs", name, names, name)
@@ -147,19 +166,16 @@ def _quantization(given: GivenKeys, *, is_ms_swift: bool) -> None:
     if method not in ("bnb", None):
         given.refuse(
             "quant_method",
-            f"{', '.join(said)}: quant_method {method} is not supported, as only bitsandbytes quantizes weights. "
-            "Write quant_method: bnb, quant_bits: 4 or 8, and remove what is of another method",
+            f"{', '.join(said)}: quant_method {method} is not supported, because only bitsandbytes quantizes weights. "
+            "Write quant_method: bnb, quant_bits: 4 or 8, and remove the keys of other methods",
         )
     elif method is None and bits is not None:
-        given.refuse(
-            "quant_bits",
-            f"quant_bits is {bits}, but without quant_method ms-swift quantizes nothing. Write quant_method: bnb, or "
-            "remove quant_bits",
-        )
+        given.notes["quant_bits"] = "without quant_method nothing is quantized, in ms-swift neither"
     elif method is not None and bits not in BITS:
         given.refuse("quant_method", f"quant_method bnb needs quant_bits: 4 or 8, got {bits}")
     elif method is not None:
         given.put(BITS[bits], True, "quant_bits")
+    _engine_beside_quantized(given, is_ms_swift=is_ms_swift)
     if given.get("load_in_4bit") is not True:
         for name in [name for name in OF_FOUR_BITS if is_ms_swift and name in given.values]:
             given.take(name)
@@ -173,4 +189,16 @@ def _quantization(given: GivenKeys, *, is_ms_swift: bool) -> None:
             "bnb_4bit_compute_dtype",
             f"bnb_4bit_compute_dtype is {computed}, but products are computed in dtype, which is {dtype}. Write the "
             "same for both",
+        )
+
+
+def _engine_beside_quantized(given: GivenKeys, *, is_ms_swift: bool) -> None:
+    """ms-swift's engine has an adapter beside weights that are not quantized. Here it gets the policy's weights."""
+    name = "vllm_enable_lora"
+    quantizes = any(given.get(bits) is True for bits in BITS.values())
+    if is_ms_swift and quantizes and name in given.known and given.get(name) is True:
+        given.take(name)
+        given.notes[name] = (
+            "weights are quantized, and the engine gets the values they are computed with, the adapter merged; the "
+            "engine of ms-swift has the adapter beside weights that are not quantized"
         )

@@ -35,6 +35,7 @@ class GivenKeys:
     mistakes: list[str] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)  # keys that are not needed, and what is done instead
     origins: dict[str, str] = field(default_factory=dict)  # of our keys: which other ones said them
+    chosen: dict[str, str] = field(default_factory=dict)  # keys that were auto, and why they have their value
 
     def foreign(self, name: str) -> bool:
         """Whether the key was given and is none of the configuration's."""

@@ -1,4 +1,4 @@
-"""Rows with pictures: where in a conversation each picture stands.
+"""Rows with pictures and videos: where in a conversation each of them stands.
 
     row, pictures = placed(row, max_pixels=None, urls=False)
 
@@ -9,69 +9,83 @@ Three ways to write a row, which may be mixed:
     {"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, ...]}, ...]}        transformers
 
 Pictures of the column take the places ``<image>`` and ``{"type": "image"}`` in order. If there are fewer places than
-pictures, the first ones stand before the first message that is no system message, as in ms-swift.
+pictures, the first ones stand before the first message that is no system message, as in ms-swift. The same holds for
+videos, with the column ``videos``, ``<video>`` and ``{"type": "video"}``. Below, *pictures* are both.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from trainers.data.images.pictures import DATA_URI, FILE_URI, PATH_KEYS, URL, Picture, is_base64, pictures_of
+from trainers.data.images.pictures import DATA_URI, FILE_URI, PATH_KEYS, URL, Medium, is_base64, pictures_of
+from trainers.data.images.videos import VIDEO_KEYS, Video, video_of, videos_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-COLUMNS = ("images", "image")
+Kind = Literal["image", "video"]
+OF_KINDS: dict[Kind, tuple[str, ...]] = {"image": ("images", "image"), "video": ("videos", "video")}
+COLUMNS = (*OF_KINDS["image"], *OF_KINDS["video"])
 CONVERSATIONS = ("prompt", "messages", "completion", "chosen", "rejected")  # in the order in which they are read
 ANSWERS = ("completion", "chosen", "rejected")
-MARK = "<image>"
+MARKS: dict[Kind, str] = {"image": "<image>", "video": "<video>"}
+MARK = MARKS["image"]
 RARE_SIDE, RARE_RATIO = 32, 20  # pixels; long to short side
-TYPES = ("image", "image_url")  # of a part of a message
+TYPES: dict[str, Kind] = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}  # of parts
+A: dict[Kind, str] = {"image": "an image", "video": "a video"}
 IN_PARTS = ("system", "user", "assistant")  # roles whose contents become lists of parts
 
 
 def placed(
     row: Mapping[str, Any], *, max_pixels: int | None = None, urls: bool = False
-) -> tuple[dict[str, Any], tuple[Picture, ...]]:
+) -> tuple[dict[str, Any], tuple[Medium, ...]]:
     """The row with conversations as chat templates of vision models read them, and its pictures in their order.
 
-    Contents become lists of parts; a place of a picture is ``{"type": "image"}``.
+    Contents become lists of parts; a place of a picture is ``{"type": "image"}``, of a video ``{"type": "video"}``.
 
     Raises:
         ValueError: more places than pictures, or fewer where contents are written in parts; a picture that is none;
             pictures beside a text that is no conversation.
     """
-    column = [picture for name in COLUMNS for picture in pictures_of(row.get(name), max_pixels=max_pixels, urls=urls)]
+    columns: dict[Kind, list[Any]] = {
+        "image": [
+            one for name in OF_KINDS["image"] for one in pictures_of(row.get(name), max_pixels=max_pixels, urls=urls)
+        ],
+        "video": [one for name in OF_KINDS["video"] for one in videos_of(row.get(name), urls=urls)],
+    }
+    kinds = [kind for kind, column in columns.items() if column]
     spoken = [name for name in CONVERSATIONS if isinstance(row.get(name), list)]
     if not spoken:
-        if column:
+        for kind in kinds:
             raise ValueError(
-                f"the row has {len(column)} images and no conversation that says where they stand: its text is no list "
-                "of messages. Write messages, or set system: '' to make conversations of texts"
+                f"the row has {len(columns[kind])} {kind}s and no conversation that says where they stand: its text is "
+                "no list of messages. Write messages, or set system: '' to make conversations of texts"
             )
         return dict(row), ()
     turns = {name: [dict(message) for message in row[name]] for name in spoken}
     first = turns[spoken[0]]
-    missing = len(column) - sum(num_places(message) for name in spoken for message in turns[name])
     in_parts = any(
         isinstance(m.get("content"), list) and m.get("role") == "user" for name in spoken for m in turns[name]
     )
-    if missing > 0 and first and not in_parts:
-        place = next((k for k, message in enumerate(first) if message.get("role") != "system"), 0)
-        first[place]["content"] = MARK * missing + (first[place].get("content") or "")
-        missing = 0
-    if missing and column:
-        raise ValueError(f"the row has {len(column)} images and {len(column) - missing} places for them")
+    for kind in kinds:
+        count = len(columns[kind])
+        missing = count - sum(num_places(message, [kind]) for name in spoken for message in turns[name])
+        if missing > 0 and first and not in_parts:
+            place = next((k for k, message in enumerate(first) if message.get("role") != "system"), 0)
+            first[place]["content"] = MARKS[kind] * missing + (first[place].get("content") or "")
+        elif missing:
+            raise ValueError(f"the row has {count} {kind}s and {count - missing} places for them")
     for name in ("chosen", "rejected"):
-        if any(num_pictures(message, marks=bool(column)) for message in turns.get(name, ())):
-            raise ValueError(f"{name} has an image: only the prompt of a pair may have images")
-    rest, found = iter(column), []
+        for kind in {kind for message in turns.get(name, ()) for kind in kinds_in(message, marks=kinds)}:
+            raise ValueError(f"{name} has {A[kind]}: only the prompt of a pair may have {kind}s")
+    rest, found = {kind: iter(column) for kind, column in columns.items()}, []
     for name in spoken:
         for message in turns[name]:
             if message.get("role") in IN_PARTS and message.get("content") is not None:
-                parts = as_parts(message["content"], marks=bool(column))
+                parts = as_parts(message["content"], marks=kinds)
                 message["content"], own = _with_places(parts, rest, max_pixels=max_pixels, urls=urls)
                 found += own
     return {**row, **turns}, tuple(found)
@@ -102,8 +116,14 @@ def picture_mistake(
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         return told, str(error)
     for number, picture in enumerate(pictures):
-        where = f"image {number}" + (f" {picture.source!r}" if isinstance(picture.source, str) else "")
+        kind = "video" if isinstance(picture, Video) else "image"
+        before = sum(isinstance(one, Video) == (kind == "video") for one in pictures[:number])
+        where = f"{kind} {before}" + (f" {picture.source!r}" if isinstance(picture.source, str) else "")
         try:
+            if isinstance(picture, Video):
+                if process is not None:
+                    process(picture)
+                continue
             image = picture.image()
             if process is not None and is_rare(image):
                 where += f" ({image.width} x {image.height} pixels)"
@@ -111,6 +131,8 @@ def picture_mistake(
         except (OSError, ValueError, SyntaxError, ArithmeticError, RuntimeError, LookupError) as error:
             # of Pillow and of the processor, by what the file holds
             missing = isinstance(error, FileNotFoundError)
+            if missing and isinstance(picture, Video) and isinstance(picture.source, tuple):
+                where += f", frame {getattr(error, 'filename', None)!r}"
             return told, f"{where} {'does not exist' if missing else f'cannot be read: {error}'}"
     return None
 
@@ -124,7 +146,7 @@ def is_rare(image: Any) -> bool:
 def has_pictures(rows: Dataset) -> bool:
     """Whether a column of a table can hold pictures: ``images``, or messages in parts."""
     return bool(set(COLUMNS) & set(rows.column_names)) or any(
-        "image" in str(rows.features[name]) or "Json" in str(rows.features[name])
+        any(kind in str(rows.features[name]) for kind in (*MARKS, "Json"))
         for name in CONVERSATIONS
         if name in rows.column_names
     )
@@ -145,73 +167,82 @@ def with_folder(rows: Dataset, folder: Path) -> Dataset:
 
 def encoded(rows: Dataset) -> Dataset:
     """The rows with pictures as bytes and paths, which ``datasets`` would decode whenever a row is read."""
-    from datasets import Image, List
+    import datasets
 
-    for name in [name for name in COLUMNS if name in rows.column_names]:
+    # of videos in lists of frames nothing is decoded here
+    features = [
+        (name, kind) for name in COLUMNS if name in rows.column_names for kind in (datasets.Image, datasets.Video)
+    ]
+    for name, kind in features:
         feature = rows.features[name]
-        if isinstance(feature, Image):
-            rows = rows.cast_column(name, Image(decode=False))
-        elif isinstance(getattr(feature, "feature", None), Image):
-            rows = rows.cast_column(name, List(Image(decode=False)))
+        if isinstance(feature, kind):
+            rows = rows.cast_column(name, kind(decode=False))
+        elif isinstance(getattr(feature, "feature", None), kind):
+            rows = rows.cast_column(name, datasets.List(kind(decode=False)))
+        elif isinstance(getattr(getattr(feature, "feature", None), "feature", None), kind):
+            rows = rows.cast_column(name, datasets.List(datasets.List(kind(decode=False))))
     return rows
 
 
-def num_places(message: Mapping[str, Any]) -> int:
-    """Places in a message for pictures of the column."""
+def num_places(message: Mapping[str, Any], kinds: Sequence[Kind] = tuple(MARKS)) -> int:
+    """Places in a message for what columns of these kinds hold."""
     content = message.get("content")
     if isinstance(content, str):
-        return content.count(MARK)
+        return sum(content.count(MARKS[kind]) for kind in kinds)
     parts = content if isinstance(content, list) else []
     return sum(
-        part.get("type") in TYPES and _own(part) is None
+        TYPES.get(str(part.get("type"))) in kinds and _own(part) is None
         if part.get("type") != "text"
-        else str(part.get("text") or "").count(MARK)
+        else sum(str(part.get("text") or "").count(MARKS[kind]) for kind in kinds)
         for part in parts
         if isinstance(part, Mapping)
     )
 
 
-def num_pictures(message: Mapping[str, Any], *, marks: bool) -> int:
-    """Pictures of a message, its own and those of the column; ``marks``: ``<image>`` is a place of one."""
+def kinds_in(message: Mapping[str, Any], *, marks: Sequence[Kind] = ()) -> list[Kind]:
+    """The kind of each picture and video of a message, its own and those of columns; ``marks``: as of ``as_parts``."""
     content = message.get("content")
     if isinstance(content, str):
-        return content.count(MARK) if marks else 0
+        return [kind for kind in marks for _ in range(content.count(MARKS[kind]))]
     parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
-    return sum(part.get("type") in TYPES for part in parts)
+    return [TYPES[str(part["type"])] for part in parts if part.get("type") in TYPES]
 
 
-def as_parts(content: Any, *, marks: bool) -> list[dict[str, Any]]:
-    """A content as a list of parts; ``marks``: ``<image>`` is a place."""
+def as_parts(content: Any, *, marks: Sequence[Kind] = ()) -> list[dict[str, Any]]:
+    """A content as a list of parts; ``marks``: the kinds of which ``<image>`` and ``<video>`` are places."""
     if not isinstance(content, str):
         parts = [{key: value for key, value in part.items() if value is not None} for part in content]
         if not marks:
             return parts
-        split = (as_parts(p.get("text") or "", marks=True) if p.get("type") == "text" else [p] for p in parts)
+        split = (as_parts(p.get("text") or "", marks=marks) if p.get("type") == "text" else [p] for p in parts)
         return [part for some in split for part in some]
-    if not marks or MARK not in content:
-        return [{"type": "text", "text": content}]
-    found: list[dict[str, Any]] = []
-    for number, text in enumerate(content.split(MARK)):
-        found += [{"type": "image"}] if number else []
-        found += [{"type": "text", "text": text}] if text else []
-    return found
+    kinds = {MARKS[kind]: kind for kind in marks}
+    texts = re.split(f"({'|'.join(kinds)})", content) if kinds else [content]
+    found = [{"type": kinds[text]} if text in kinds else {"type": "text", "text": text} for text in texts if text]
+    return found or [{"type": "text", "text": content}]
 
 
 def _with_places(
-    parts: Sequence[Mapping[str, Any]], rest: Any, **options: Any
-) -> tuple[list[dict[str, Any]], list[Picture]]:
+    parts: Sequence[Mapping[str, Any]], rest: Mapping[Kind, Any], *, max_pixels: int | None, urls: bool
+) -> tuple[list[dict[str, Any]], list[Medium]]:
     """The parts without the pictures themselves, and the pictures, those without one from ``rest``."""
     shown: list[dict[str, Any]] = []
-    pictures: list[Picture] = []
+    pictures: list[Medium] = []
     for part in parts:
-        if part.get("type") not in TYPES:
+        kind = TYPES.get(str(part.get("type")))
+        if kind is None:
             shown.append(dict(part))
             continue
         own = _own(part)
-        picture = next(rest, None) if own is None else pictures_of(own, **options)[0]
+        if own is None:
+            picture = next(rest[kind], None)
+        elif kind == "video":
+            picture = video_of(own, urls=urls)
+        else:
+            picture = pictures_of(own, max_pixels=max_pixels, urls=urls)[0]
         if picture is None:
-            raise ValueError("a message has a place for an image that the row does not have")
-        shown.append({"type": "image"})
+            raise ValueError(f"a message has a place for {A[kind]} that the row does not have")
+        shown.append({"type": kind})
         pictures.append(picture)
     return shown, pictures
 
@@ -227,15 +258,16 @@ def _texts(value: Any) -> list[str]:
 
 
 def _own(part: Mapping[str, Any]) -> Any:
-    """The picture that a part of a message holds itself."""
-    return next((part[key] for key in PATH_KEYS if part.get(key) is not None), None)
+    """The picture or video that a part of a message holds itself."""
+    keys = VIDEO_KEYS if TYPES.get(str(part.get("type"))) == "video" else PATH_KEYS
+    return next((part[key] for key in keys if part.get(key) is not None), None)
 
 
 def _moved(value: Any, folder: Path) -> Any:
     if isinstance(value, list):
         return [_moved(item, folder) for item in value]
     if isinstance(value, Mapping):
-        return {key: _moved(item, folder) if key in PATH_KEYS else item for key, item in value.items()}
+        return {key: _moved(item, folder) if key in (*PATH_KEYS, *VIDEO_KEYS) else item for key, item in value.items()}
     if not isinstance(value, str) or is_base64(value) or URL.match(value) or DATA_URI.match(value):
         return value
     path = Path(value.removeprefix(FILE_URI)).expanduser()

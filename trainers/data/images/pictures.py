@@ -18,7 +18,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from trainers.data.images.videos import Video
 
 DATA_URI = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
 URL = re.compile(r"https?://", re.IGNORECASE)
@@ -80,7 +83,9 @@ def in_rgb(image: Any) -> Any:
     return ImageOps.exif_transpose(image).convert("RGB")
 
 
-Pictures = tuple[Picture, ...] | tuple[tuple[Picture, ...], ...]  # of a row: of its one document, or of each of them
+Medium: TypeAlias = "Picture | Video"
+# Of a row: of its one document, or of each of them
+Pictures: TypeAlias = "tuple[Medium, ...] | tuple[tuple[Medium, ...], ...]"
 
 
 def pictures_of(value: Any, *, max_pixels: int | None = None, urls: bool = False) -> list[Picture]:
@@ -112,7 +117,7 @@ def _picture(value: Any, max_pixels: int | None, urls: bool) -> Picture:
             )
         return _picture(found, max_pixels, urls)
     if isinstance(value, (bytes, bytearray, memoryview)):
-        text = _text_of(bytes(value))
+        text = text_of(bytes(value))
         return Picture(bytes(value), max_pixels) if text is None else _picture(text, max_pixels, urls)
     if isinstance(value, Path):
         return Picture(str(value), max_pixels)
@@ -131,7 +136,7 @@ def _picture(value: Any, max_pixels: int | None, urls: bool) -> Picture:
                 "true, or "
                 "give a path"
             )
-        return Picture(_downloaded(value), max_pixels)
+        return Picture(downloaded(value), max_pixels)
     if is_base64(value):
         return Picture(_decoded(value), max_pixels)
     path = value.removeprefix(FILE_URI)
@@ -145,7 +150,7 @@ def is_base64(text: str) -> bool:
     )
 
 
-def _text_of(value: bytes) -> str | None:
+def text_of(value: bytes) -> str | None:
     """The text that bytes are: a table whose column holds paths and bytes makes bytes of all of them."""
     try:
         text = value.decode() if len(value) <= LONGEST_PATH else ""
@@ -161,7 +166,8 @@ def _decoded(text: str) -> bytes:
         raise ValueError(f"{text[:20]!r}... ({len(text)} characters) is not base64: {error}") from None
 
 
-def _downloaded(url: str) -> bytes:
+def downloaded(url: str) -> bytes:
+    """The file of an http address. Raises ValueError if it does not come."""
     import urllib.error
     import urllib.request
 

@@ -13,12 +13,23 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from trainers.data.images.conversations import ANSWERS, COLUMNS, MARK, TYPES, num_places, picture_mistake, placed
-from trainers.data.images.pictures import Picture
+from trainers.data.images.conversations import (
+    ANSWERS,
+    COLUMNS,
+    MARKS,
+    OF_KINDS,
+    TYPES,
+    num_places,
+    picture_mistake,
+    placed,
+)
+from trainers.data.images.pictures import Medium, Picture
+from trainers.data.images.videos import Video
 
 VIDEOS, SOUNDS = "video_processor", "feature_extractor"
 # Of models that also hear; without sounds the other makes the same of texts and pictures
@@ -55,32 +66,28 @@ def load_processor(
     trust_remote_code: bool = False,
     tokenizer: Any = None,
     processing: Mapping[str, Any] | None = None,
+    videos: Mapping[str, Any] | None = None,
 ) -> Any:
     """The processor of a folder or hub name, for images and text. ``tokenizer``: in place of its own.
 
-    ``processing``: arguments of its image processor in place of its own.
+    ``processing``: arguments of its image processor in place of its own. ``videos``: those of its video processor.
 
-    It is what AutoProcessor builds, but without the part for videos, which needs torchvision.
+    It is what AutoProcessor builds, but with ``videos`` None without the part for videos, which needs torchvision.
 
     Raises:
         ValueError: the model has no processor of images, one that gives no text for a picture, or one that does not
-            take ``processing``.
+            take ``processing`` or ``videos``.
     """
-    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+    from transformers import AutoImageProcessor, AutoTokenizer, AutoVideoProcessor
 
     options = {"trust_remote_code": trust_remote_code}
-    kind: Any = PROCESSOR_MAPPING.get(type(AutoConfig.from_pretrained(model, **options)), None)
-    fields, _ = _fields(kind, model) if kind is not None else ({}, None)
-    kind = _named(fields.get("processor_class")) or kind
-    hears = SOUNDS in kind.get_attributes() if kind is not None else False
-    kind = _named(IN_PLACE.get(getattr(kind, "__name__", ""))) or kind
+    kind, fields, hears = _kind_of(model, trust_remote_code)
     if kind is None or "image_processor" not in kind.get_attributes():
         raise ValueError(f"transformers has no processor of images for the model {model!r}")
     parts = {
         "image_processor": lambda: AutoImageProcessor.from_pretrained(model, **options, **(processing or {})),
         "tokenizer": lambda: AutoTokenizer.from_pretrained(model, **options) if tokenizer is None else tokenizer,
-        VIDEOS: lambda: None,
+        VIDEOS: lambda: None if videos is None else AutoVideoProcessor.from_pretrained(model, **options, **videos),
     }
     if unknown := [name for name in kind.get_attributes() if name not in parts]:
         raise ValueError(f"the processor of {model!r} has {', '.join(unknown)}; only images and text are supported")
@@ -92,16 +99,82 @@ def load_processor(
         processor = _still(kind).from_args_and_dict(given, fields)
     except AttributeError as error:  # MiniCPM-V's asks its part for videos, and puts pictures of rows into one tensor
         raise ValueError(f"{kind.__name__} of {model!r} cannot be without a part for videos: {error}") from None
-    takes = getattr(type(processor.image_processor), "valid_kwargs", None)
-    if takes is not None and (odd := sorted(set(processing or {}) - set(takes.__annotations__))):
-        known = ", ".join(sorted(takes.__annotations__))
-        raise ValueError(f"image_processor_kwargs: {', '.join(odd)} is no argument of {model!r} (known: {known})")
+    _check_taken("image_processor_kwargs", processing, processor.image_processor, model)
+    _check_taken("video_processor_kwargs", videos, getattr(processor, VIDEOS, None), model)
+    processor.seen_token_ids = _seen_token_ids(processor)
     if hears:  # texts may hold none of the tokens of sounds either
         marks = (getattr(processor.tokenizer, name, None) for name in ("audio_token", "audio_bos_token"))
         processor.sound_tokens = [mark for mark in marks if mark]
     if not getattr(processor, "image_token", None):
         raise ValueError(f"{kind.__name__} has no token that stands for a picture in a text")
     return processor
+
+
+def video_refusal(model: str, *, trust_remote_code: bool = False) -> str | None:
+    """Why rows of a vision model cannot have videos, and what to do; None: they can."""
+    kind, _, hears = _kind_of(model, trust_remote_code)
+    if kind is None or VIDEOS not in kind.get_attributes():
+        named = getattr(kind, "__name__", "the processor")
+        return f"{named} of {model!r} has no part for videos. Take a model with videos, such as Qwen2.5-VL"
+    if hears:
+        return f"the videos of {model!r}, which also hears, are not shown here. Take a model such as Qwen2.5-VL"
+    if find_spec("torchvision") is None:
+        return (
+            "transformers processes videos with torchvision, which is not installed. Run pip install torchvision (the "
+            "version for your torch)"
+        )
+    return None
+
+
+def processed(processor: Any, text: str, pictures: Sequence[Medium], **options: Any) -> Any:
+    """What a processor makes of a text with places for these pictures and videos."""
+    images = [picture.image() for picture in pictures if isinstance(picture, Picture)]
+    given: dict[str, Any] = {"images": [images]} if images else {}
+    frames, told = read_videos(processor, pictures)
+    return processor(text=[text], **given, **({"videos": frames} | told if frames else {}), **options)
+
+
+def read_videos(processor: Any, pictures: Sequence[Medium]) -> tuple[list[Any], dict[str, Any]]:
+    """The frames of each video, and how the processor is told about them; it does not choose frames again."""
+    read = [one.read(processor.video_processor) for one in pictures if isinstance(one, Video)]
+    told = {"video_metadata": [metadata for _, metadata in read], "do_sample_frames": False}
+    return [frames for frames, _ in read], {"videos_kwargs": told} if read else {}
+
+
+def token_of(processor: Any, picture: Medium) -> str:
+    """The text that is the place of a picture or video."""
+    return str(processor.video_token if isinstance(picture, Video) else processor.image_token)
+
+
+def has_videos(pictures: Sequence[Medium]) -> bool:
+    """Whether one of them is a video."""
+    return any(isinstance(picture, Video) for picture in pictures)
+
+
+def _seen_token_ids(processor: Any) -> list[int]:
+    """The ids of all tokens that stand for parts of pictures or videos."""
+    video = processor.video_token_ids if getattr(processor, "video_token", None) else []
+    return sorted({int(token) for token in (*processor.image_token_ids, *video) if token is not None})
+
+
+def _check_taken(key: str, given: Mapping[str, Any] | None, part: Any, model: str) -> None:
+    takes = getattr(type(part), "valid_kwargs", None)
+    if takes is not None and (odd := sorted(set(given or {}) - set(takes.__annotations__))):
+        known = ", ".join(sorted(takes.__annotations__))
+        raise ValueError(f"{key}: {', '.join(odd)} is no argument of {model!r} (known: {known})")
+
+
+def _kind_of(model: str, trust_remote_code: bool) -> tuple[Any, dict[str, Any], bool]:
+    """The class of the processor, what its file says, and whether it is of a model that also hears."""
+    from transformers import AutoConfig
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    kind: Any = PROCESSOR_MAPPING.get(type(config), None)
+    fields, _ = _fields(kind, model) if kind is not None else ({}, None)
+    kind = _named(fields.get("processor_class")) or kind
+    hears = SOUNDS in kind.get_attributes() if kind is not None else False
+    return _named(IN_PLACE.get(getattr(kind, "__name__", ""))) or kind, fields, hears
 
 
 def _fields(kind: Any, model: str) -> tuple[dict[str, Any], Any]:
@@ -143,38 +216,44 @@ class ImageReader:
         urls: bool = False,
         trust_remote_code: bool = False,
         processing: Mapping[str, Any] | None = None,
+        videos: Mapping[str, Any] | None = None,
+        no_videos: str | None = None,
     ) -> None:
+        """``processing``, ``videos``: as of ``load_processor``. ``no_videos``: why rows cannot have videos, and what to
+        do; None: as far as this process knows they can."""
         self.plain, self.model, self.trust_remote_code = tokenizer, model, trust_remote_code
         self.max_pixels, self.urls, self.processing = max_pixels, urls, dict(processing or {})
-        self._processor: Any = None
+        self.videos, self.no_videos = dict(videos or {}), no_videos
+        self.processors = Processors(model, trust_remote_code, self.processing, self.videos, tokenizer)
         self._known: OrderedDict[Any, Expanded] = OrderedDict()  # the prompts of a group are equal
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_processor": None, "_known": OrderedDict()}
+        return self.__dict__ | {"_known": OrderedDict()}
 
     @property
     def processor(self) -> Any:
-        if self._processor is None:
-            options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code, "processing": self.processing}
-            self._processor = load_processor(self.model, tokenizer=self.plain, **options)
-        return self._processor
+        return self.processors.of(())
 
-    def placed(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Picture, ...]]:
-        """The row as chat templates of vision models read it, and its pictures. Raises ValueError."""
-        return placed(row, max_pixels=self.max_pixels, urls=self.urls)
+    def placed(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Medium, ...]]:
+        """The row as chat templates of vision models read it, and its pictures and videos. Raises ValueError."""
+        row, pictures = placed(row, max_pixels=self.max_pixels, urls=self.urls)
+        if self.no_videos is not None and has_videos(pictures):
+            raise ValueError(f"the row has a video: {self.no_videos}")
+        return row, pictures
 
     def shown(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], SeeingTokenizer]:
         """The row as chat templates of vision models read it, and the tokenizer for it. Raises ValueError."""
         row, pictures = self.placed(row)
         return row, self.tokenizer(pictures)
 
-    def prompt(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Picture, ...]]:
+    def prompt(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Medium, ...]]:
         """As ``placed``, of what is to be completed in a row alone: its answer is left out."""
         shown, pictures = self.placed({name: value for name, value in row.items() if name not in ANSWERS})
         if shown.get("prompt") is None and shown.get("messages"):
             last = shown["messages"][-1]
             if last.get("role") == "assistant":
-                pictures = pictures[: len(pictures) - num_places(last)]
+                kinds = [kind for kind, names in OF_KINDS.items() if any(row.get(name) for name in names)]
+                pictures = pictures[: len(pictures) - num_places(last, kinds)]
         return shown, pictures
 
     def mistake(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -183,42 +262,57 @@ class ImageReader:
         No text may hold a token that stands for a part of a picture, other than ``<image>`` in its place.
         """
         told: dict[str, Any] = {"max_pixels": self.max_pixels, "urls": self.urls}
-        has_places = any(row.get(name) for name in COLUMNS)
-        tokens = [token for token in self.picture_tokens if not (has_places and token == MARK)]
-        return picture_mistake(row, **told, tokens=tokens, process=self._asked)
+        places = [MARKS[kind] for kind, names in OF_KINDS.items() if any(row.get(name) for name in names)]
+        tokens = [token for token in self.picture_tokens if token not in places]
+        mistake = picture_mistake(row, **told, tokens=tokens, process=self._asked)
+        if mistake is None and self.no_videos is not None:
+            try:
+                self.placed(row)
+            except ValueError as error:
+                return next((name for name in COLUMNS if row.get(name)), "messages"), str(error)
+        return mistake
 
     @property
     def picture_tokens(self) -> list[str]:
-        """The tokens that stand for pictures and parts of them, and for sounds, as texts."""
-        ids = [token for token in self.processor.image_token_ids if token is not None]
+        """The tokens that stand for pictures, videos and parts of them, and for sounds, as texts."""
+        ids = self.processor.seen_token_ids
+        places = {self.processor.image_token, getattr(self.processor, "video_token", None) or ""} - {""}
         sounds = getattr(self.processor, "sound_tokens", ())
-        return sorted({self.processor.image_token, *self.plain.convert_ids_to_tokens(ids), *sounds})
+        return sorted({*places, *self.plain.convert_ids_to_tokens(ids), *sounds})
 
-    def _asked(self, image: Any) -> None:
-        self.processor(text=[self.processor.image_token], images=[[image]])
+    def _asked(self, picture: Any) -> None:
+        if not isinstance(picture, Video):
+            self.processor(text=[self.processor.image_token], images=[[picture]])
+        elif self.no_videos is None:
+            processor = self.processors.of([picture])
+            processed(processor, token_of(processor, picture), [picture])
 
-    def tokenizer(self, pictures: Sequence[Picture]) -> SeeingTokenizer:
+    def tokenizer(self, pictures: Sequence[Medium]) -> SeeingTokenizer:
         """The tokenizer for a row with these pictures."""
         return SeeingTokenizer(self, pictures)
 
-    def expanded(self, text: str, pictures: Sequence[Picture]) -> Expanded:
+    def expanded(self, text: str, pictures: Sequence[Medium]) -> Expanded:
         """The text with the tokens of the pictures, and where each of them was put.
 
         Raises:
             ValueError: the text has another number of places than there are pictures.
         """
-        places = text.count(self.processor.image_token)
-        if places != len(pictures):
-            raise ValueError(
-                f"the chat template made {places} places for {len(pictures)} images. A template of a vision model "
-                "writes one for each part of type image; do texts hold its image token?"
-            )
+        of_videos = [picture for picture in pictures if isinstance(picture, Video)]
+        video_token = getattr(self.processor, "video_token", None)
+        counted = {"image": (self.processor.image_token, len(pictures) - len(of_videos))}
+        counted |= {"video": (video_token, len(of_videos))} if video_token else {}
+        for kind, (token, count) in counted.items():
+            if (places := text.count(token)) != count:
+                raise ValueError(
+                    f"the chat template made {places} places for {count} {kind}s. A template of a vision model writes "
+                    f"one for each part of type {kind}; do texts hold its {kind} token?"
+                )
         if not pictures:
             return text, []
         key = text, tuple(picture.key for picture in pictures)
         if key not in self._known:
-            images = [[picture.image() for picture in pictures]]
-            found = self.processor(text=[text], images=images, return_text_replacement_offsets=True)
+            processor = self.processors.of(pictures)
+            found = processed(processor, text, pictures, return_text_replacement_offsets=True)
             (spans,) = found["text_replacement_offsets"]
             pieces, end = [], 0
             for span in spans:
@@ -230,8 +324,8 @@ class ImageReader:
         return self._known[key]
 
     def num_image_tokens(self, ids: Sequence[int]) -> int:
-        """How many of the ids stand for parts of pictures."""
-        return int(np.isin(np.asarray(ids, np.int64), self.processor.image_token_ids).sum())
+        """How many of the ids stand for parts of pictures and videos."""
+        return int(np.isin(np.asarray(ids, np.int64), self.processor.seen_token_ids).sum())
 
     def check_cut(self, ids: Sequence[int], kept: Sequence[int], limit: str) -> None:
         """Raises ValueError if ``kept`` lacks tokens of pictures that ``ids`` has; ``limit`` says what cut them off."""
@@ -242,11 +336,41 @@ class ImageReader:
             )
 
 
+class Processors:
+    """The processor of a model, loaded when it is asked for: for rows with videos one with its part for videos.
+
+    Arguments as of ``load_processor``. It travels without them.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        trust_remote_code: bool,
+        processing: Mapping[str, Any],
+        videos: Mapping[str, Any],
+        tokenizer: Any = None,
+    ) -> None:
+        self.told: dict[str, Any] = {"trust_remote_code": trust_remote_code, "processing": processing}
+        self.model, self.videos, self.tokenizer = model, videos, tokenizer
+        self._loaded: dict[bool, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_loaded": {}}
+
+    def of(self, pictures: Sequence[Medium]) -> Any:
+        """The processor for these pictures and videos."""
+        seen = has_videos(pictures)
+        if seen not in self._loaded:
+            videos = self.videos if seen else None
+            self._loaded[seen] = load_processor(self.model, **self.told, tokenizer=self.tokenizer, videos=videos)
+        return self._loaded[seen]
+
+
 def seen_too(mistake_of: Callable[..., Any], images: ImageReader | None) -> Callable[[Mapping[str, Any]], Any]:
     """``mistake_of`` (``broken_rows.py``) for rows whose pictures the model sees: what is wrong with them too."""
     if images is None:
         return mistake_of
-    return lambda row: mistake_of(row, seen=TYPES) or images.mistake(row)
+    return lambda row: mistake_of(row, seen=tuple(TYPES)) or images.mistake(row)
 
 
 class SeeingTokenizer:
@@ -255,7 +379,7 @@ class SeeingTokenizer:
     Offsets are those of the text as it is given, before the processor writes a picture's tokens into it.
     """
 
-    def __init__(self, reader: ImageReader, pictures: Sequence[Picture]) -> None:
+    def __init__(self, reader: ImageReader, pictures: Sequence[Medium]) -> None:
         self._tokenizer, self._reader, self._pictures = reader.plain, reader, list(pictures)
 
     def __getattr__(self, name: str) -> Any:
@@ -284,11 +408,16 @@ class SeeingTokenizer:
         """Token ids, and the marks that ``{% generation %}`` gives."""
         from transformers import ProcessorMixin
 
-        images = iter([picture.image() for picture in self._pictures])
+        processor = self._reader.processors.of(self._pictures)
+        frames, told = read_videos(processor, self._pictures)
+        rest = {"video": iter(frames)}
+        rest["image"] = iter([picture.image() for picture in self._pictures if isinstance(picture, Picture)])
         shown = [
             {
                 **message,
-                "content": [part | {"image": next(images)} if part["type"] == "image" else part for part in parts],
+                "content": [
+                    part | {kind: next(rest[kind])} if (kind := part["type"]) in rest else part for part in parts
+                ],
             }
             if isinstance(parts := message.get("content"), list)
             else message
@@ -296,8 +425,9 @@ class SeeingTokenizer:
         ]
         given = options | {"chat_template": options.get("chat_template") or self._tokenizer.chat_template}
         asked: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        asked |= {"processor_kwargs": told} if told else {}
         # of the base class: SmolVLM's own asks its part for videos
-        found: Any = ProcessorMixin.apply_chat_template(self._reader.processor, shown, **given, **asked)
+        found: Any = ProcessorMixin.apply_chat_template(processor, shown, **given, **asked)
         return {"input_ids": found["input_ids"][0], "assistant_masks": found["assistant_masks"][0]}
 
 

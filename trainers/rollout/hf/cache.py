@@ -17,6 +17,12 @@ from trainers.rollout.hf.attention import has_kernels
 KNOWN = (DynamicLayer, DynamicSlidingWindowLayer)  # what transformers keeps for attention; recurrent layers have others
 
 
+def foreign_layers(config: Any) -> list[str]:
+    """What a model's cache has beside keys and values, by the names of its layers; slots do not know it."""
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    return sorted(kind.__name__ for kind in kinds if kind not in KNOWN) if kinds else ["no known kind"]
+
+
 class View:
     """What the forward pass that is next reads and writes; all layers share it."""
 
@@ -25,6 +31,15 @@ class View:
     rows: torch.Tensor  # decoding: (B,), 0 to B - 1; filling: (N,), the slots to write
     sources: torch.Tensor  # filling: (N,), for each slot the row of the batch
     length: int  # decoding: what is read of a row
+    places: dict[tuple[int, int], torch.Tensor]  # decoding: where tokens are written, by heads and length of rows
+
+    def places_of(self, num_heads: int, length: int) -> torch.Tensor:
+        """(B x H,) where each row's token is written, in what is kept as (S x H x T, D)."""
+        key = num_heads, length
+        if key not in self.places:
+            heads = torch.arange(num_heads, device=self.rows.device)
+            self.places[key] = ((self.rows[:, None] * num_heads + heads) * length + self.positions[:, None]).flatten()
+        return self.places[key]
 
 
 class SlotLayer(CacheLayerMixin):
@@ -67,7 +82,8 @@ class SlotLayer(CacheLayerMixin):
             write(self.keys, self.values, new_keys, new_values, view.positions)
         else:
             for kept, new in pairs:
-                kept[view.rows, :, view.positions] = new[:, :, 0].to(kept.dtype)
+                places = view.places_of(*kept.shape[1:3])
+                kept.view(-1, kept.shape[3]).index_copy_(0, places, new.to(kept.dtype).flatten(0, 2))
         width = len(view.rows)
         return self.keys[:width, :, : view.length], self.values[:width, :, : view.length]
 
@@ -98,10 +114,9 @@ class SlotCache(Cache):
 
     def __init__(self, config: Any) -> None:
         self.view = View()
+        if foreign := foreign_layers(config):
+            raise ValueError(f"its cache has layers of {', '.join(foreign)}")
         theirs = DynamicCache(config=config).layers
-        foreign = sorted({type(layer).__name__ for layer in theirs if type(layer) not in KNOWN})
-        if foreign or not theirs:
-            raise ValueError(f"its cache has layers of {', '.join(foreign) or 'no known kind'}")
         self.num_slots = self.length = 0
         self.all = [SlotLayer(self.view, is_sliding=isinstance(layer, DynamicSlidingWindowLayer)) for layer in theirs]
         super().__init__(layers=list(self.all))
@@ -145,4 +160,4 @@ class SlotCache(Cache):
     def decode(self, rows: torch.Tensor, positions: torch.Tensor, length: int) -> None:
         """The next forward pass reads a token of each of the first slots, and ``length`` tokens of their rows."""
         self.view.mode, self.view.rows = "decoding", rows
-        self.view.positions, self.view.length = positions, length
+        self.view.positions, self.view.length, self.view.places = positions, length, {}

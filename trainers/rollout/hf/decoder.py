@@ -271,8 +271,9 @@ class Decoder:
         for slot, drawn, logps in zip(done, drawn_NL, logps_NL, strict=True):
             request, count = self.running.pop(slot), self.counts.pop(slot)
             ids = drawn[:count].copy()
-            starts = [start for _, start in request.versions]
-            versions = np.repeat([version for version, _ in request.versions], np.diff([*starts, count]))
+            versions = np.full(count, request.versions[0][0])
+            for version, start in request.versions[1:]:
+                versions[start:] = version
             is_truncated = int(ids[-1]) not in request.stops
             finished.append(
                 Completion(request.number, request.prompt_ids, ids, logps[:count].copy(), versions, is_truncated)

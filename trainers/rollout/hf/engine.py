@@ -33,7 +33,7 @@ from trainers.rollout.hf.attention import attending
 from trainers.rollout.hf.batches import Batches
 from trainers.rollout.hf.draws import TRUNCATIONS, Draws, uniform
 from trainers.rollout.hf.norms import quick_norms
-from trainers.rollout.hf.requests import Request
+from trainers.rollout.hf.requests import Request, kind_of
 from trainers.rollout.hf.settings import check_generation_kwargs, refuse_empty_prompts, stop_token_ids
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ class HfEngine:
     memory, for keys and values. ``cuda_graphs``: decoding steps on GPUs are captured.
     ``whole_weights`` of a shared model gathers its weights where they lie in shards; then every worker generates.
     ``vision``: of a shared model that sees pictures. Such a model draws no token that stands for a part of a picture.
-    ``processing``: of a model of its own, arguments of its image processor in place of the processor's.
+    ``processing``: of a model of its own, arguments of its image processor in place of the processor's; ``videos``: of
+    its video processor.
     ``gets_part``: a model of its own that sees keeps what ``load_weights`` is not given, such as a frozen tower.
     """
 
@@ -72,6 +73,7 @@ class HfEngine:
         whole_weights: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
         vision: Vision | None = None,
         processing: Mapping[str, Any] | None = None,
+        videos: Mapping[str, Any] | None = None,
         gets_part: bool = False,
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -93,7 +95,7 @@ class HfEngine:
         pad = tokenizer.pad_token_id
         self.pad_token_id = int(pad if pad is not None else tokenizer.eos_token_id)
         if not self.shares_weights:
-            told: dict[str, Any] = {"trust_remote_code": trust_remote_code, "processing": processing}
+            told: dict[str, Any] = {"trust_remote_code": trust_remote_code, "processing": processing, "videos": videos}
             vision = Vision.of(self.module, str(model), **told)
         self.vision, self.gets_part = vision, gets_part and vision is not None
         self.batches = Batches(self.module, self.pad_token_id, vision)
@@ -159,7 +161,7 @@ class HfEngine:
         if self.vision is not None:
             sampling = self.vision.words_alone(sampling)
         images = prompts.images or [()] * len(prompts)
-        stops = tuple(sorted(self.stop_token_ids | set(sampling.stop_token_ids)))
+        kind = kind_of(sampling, tuple(sorted(self.stop_token_ids | set(sampling.stop_token_ids))))
         numbers = range(self._number, self._number + len(prompts))
         self._number = numbers.stop
         places = range(len(prompts))
@@ -168,7 +170,7 @@ class HfEngine:
         for pair, number, prompt_ids, seen in zip(entropy, numbers, prompts.prompt_ids, images, strict=True):
             limit = sampling.max_completion_length if sampling.temperature else 0
             ids = np.array(prompt_ids, np.int64)
-            self._waiting.append(Request(number, ids, sampling, stops, uniform(*pair, limit), seen))
+            self._waiting.append(Request(number, ids, sampling, kind, uniform(*pair, limit), seen))
         return numbers
 
     def advance(self) -> list[Completion]:
@@ -288,9 +290,9 @@ class HfEngine:
             if (gap := self._gap()) <= self._most_gap:
                 return
         raise ConfigError(
-            f"rollout_engine: hf: {type(self.module).__name__} gives other log-probabilities as it "
-            f"generates, with a cache and behind padding, than in training ({gap:.1f} nats "
-            f"per token). Take another engine, such as rollout_engine: vllm."
+            f"rollout_engine: hf: {type(self.module).__name__} gives other log-probabilities in generation (with a "
+            f"cache and padding) than in training. The difference is {gap:.1f} nats per token. Take another engine, "
+            "such as rollout_engine: vllm."
         )
 
     @property

@@ -10,6 +10,13 @@ import numpy as np
 
 from trainers.rollout.base import Sampling
 
+Kind = tuple[str, tuple[int, ...]]  # equal for those that may run together
+
+
+def kind_of(sampling: Sampling, stops: tuple[int, ...]) -> Kind:
+    """How a request is drawn, apart from its limit."""
+    return repr(dataclasses.replace(sampling, max_completion_length=0)), stops
+
 
 @dataclass
 class Request:
@@ -18,14 +25,15 @@ class Request:
     number: int
     prompt_ids: np.ndarray
     sampling: Sampling
-    stops: tuple[int, ...]
+    kind: Kind
     uniform_L: np.ndarray
     images: Any = ()  # the pictures of the prompt
     versions: list[tuple[int, int]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        # Equal for those that may run together
-        self.kind = repr(dataclasses.replace(self.sampling, max_completion_length=0)), self.stops
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Tokens that end the completion."""
+        return self.kind[1]
 
     @property
     def length(self) -> int:

@@ -46,8 +46,8 @@ def check_adapter(model: str | Path, targets: Collection[str], *, on_cpu: bool, 
     if without:
         others = ", ".join(sorted(set(targets) - set(without)))
         raise ConfigError(
-            f"vllm_enable_lora: vLLM does not support LoRA on the layers {', '.join(without)} of {kind}. {REMEDY}, or "
-            f"leave them out: lora_target_modules: [{others}]."
+            f"vllm_enable_lora: vLLM does not support LoRA on the layers {', '.join(without)} of {kind}. {REMEDY}. "
+            f"Or leave these layers out: lora_target_modules: [{others}]."
         )
     if on_cpu and any(name.endswith(".experts") for name, _ in module.named_modules()):
         raise ConfigError(
@@ -80,9 +80,9 @@ def put_adapter(engine: Any, rank: int, named_weights: Iterable[tuple[str, torch
     weights = {name: weight.to("cpu", copy=True).contiguous() for name, weight in named_weights}
     if of_experts := [name for name in weights if ".experts." in name]:
         raise ConfigError(
-            f"vllm_enable_lora: the adapter changes experts ({of_experts[0]}), and engines are given those of other "
-            "layers alone. Set vllm_enable_lora: false, which merges the adapter into the engine's weights. Or "
-            "name layers of the attention in lora_target_modules."
+            f"vllm_enable_lora: the adapter changes experts ({of_experts[0]}), but engines get only adapters of other "
+            "layers. Set vllm_enable_lora: false, which merges the adapter into the engine's weights. Or name layers "
+            "of the attention in lora_target_modules."
         )
     from safetensors.torch import save_file
     from vllm.lora.request import LoRARequest

@@ -53,7 +53,8 @@ from trainers.rollout.vllm.settings import (
     stop_token_ids_of,
 )
 from trainers.rollout.vllm.start import start
-from trainers.rollout.vllm.vision.features import Features, check_torchvision, engine_fields_of_vision, sees
+from trainers.rollout.vllm.vision.features import Features, check_pictures, engine_fields_of_vision, seeing
+from trainers.rollout.vllm.vision.left_out import LeftOut, cut_towers
 
 
 class VllmEngine:
@@ -106,9 +107,9 @@ class VllmEngine:
             check_model_on_cpu(model, dtype=dtype, trust_remote_code=trust_remote_code)
         if lora_rank and Path(model).is_dir():
             check_adapter(model, lora_target_modules, on_cpu=on_cpu, trust_remote_code=trust_remote_code)
-        has_vision = sees(model, trust_remote_code=trust_remote_code)
-        if has_vision:
-            check_torchvision(ENGINES[key])
+        vision = seeing(model, trust_remote_code=trust_remote_code)
+        if vision is not None:
+            check_pictures(vision, ENGINES[key])
         self.sleep_level, self.version = sleep_level, 0
         self.lora_rank = lora_rank
         self._has_weights, self._is_asleep = True, False
@@ -125,13 +126,14 @@ class VllmEngine:
             "tensor_parallel_size": tensor_parallel_size,
             "enable_sleep_mode": sleep_level > 0,
             **(adapter_settings(lora_rank, lora_target_modules) if lora_rank else {}),
-            **(engine_fields_of_vision(given, processing or {}) if has_vision else {}),
+            **(engine_fields_of_vision(vision, given, processing or {}) if vision is not None else {}),
         }
         self.engine = start(fields, on_cpu=on_cpu, alone=alone, has_processes=has_processes, is_patched=patches)
         self.core = Core(self.engine, on_cpu=on_cpu)
         told: dict[str, Any] = {"trust_remote_code": trust_remote_code, "processing": processing}
-        self.features = Features(self.engine, model, tokenizer, **told) if has_vision else None
-        self.core.sees = has_vision
+        self.features = Features(self.engine, model, tokenizer, **told) if vision is not None else None
+        self.core.sees = vision is not None
+        self._left_out = LeftOut(self.engine.apply_model(cut_towers)[0] if vision is not None else {})
         self.engine.apply_model(check_experts)
         self.processes = ModelProcesses(self.engine.model_executor, device) if has_processes else None
         most = self.engine.model_config.max_logprobs
@@ -186,7 +188,8 @@ class VllmEngine:
         """The numbers under which ``advance`` gives out the prompts' completions. Others may be running.
 
         Raises:
-            ConfigError: the model's length has no room for a prompt and ``max_completion_length``; nothing was begun.
+            ConfigError: the model's length has no room for a prompt and ``max_completion_length`` (or one token, if
+                the sampling clips); nothing was begun.
         """
         self._check_awake()
         refuse_empty_prompts(prompts)
@@ -203,6 +206,7 @@ class VllmEngine:
         drawn = range(len(prompts)) if prompts.numbers is None else prompts.numbers.tolist()
         for place, number, prompt_ids, seen in zip(drawn, numbers, prompts.prompt_ids, features, strict=True):
             params.seed = int(np.random.SeedSequence([seed, place]).generate_state(1)[0])
+            params.max_tokens = min(sampling.max_completion_length, self.max_model_len - len(prompt_ids))
             self._running[self.core.add(str(number), prompt_ids, params, seen)] = Running(number, prompt_ids)
         return numbers
 
@@ -340,6 +344,7 @@ class VllmEngine:
     def _noting(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in named_weights:
             self._names[name] = None
+            self._left_out.note(name, weight)
             yield name, weight
 
     def fingerprints(self) -> dict[str, int]:
@@ -352,7 +357,8 @@ class VllmEngine:
                 found, *_ = self.engine.apply_model(fingerprinting)  # all processes find the same
         with uninterrupted():
             layers, *_ = self.engine.apply_model(partial(layers_of, list(self._names)))
-        return {layers.get(layer, layer): value for layer, value in found.items()}
+        held = {layers.get(layer, layer): value for layer, value in found.items()}
+        return held | self._left_out.fingerprints() if held else held
 
     # Memory
 

@@ -117,10 +117,11 @@ def check_device(on_cpu: bool, *, sleep_level: int, dtype: str = "float32", lora
 
 # What vLLM (0.32) lacks on a CPU for models of a type, which would end a run in its first step
 NOT_ON_CPU = {
-    "qwen3_next": "its gated delta layers take only bfloat16 there, and the engine's weights are float32",
-    "minimax_m2": "its experts are chosen only by a softmax there, and the model's are by a sigmoid",
+    "qwen3_next": "its gated delta layers take only bfloat16, not float32",
+    "minimax_m2": "experts are chosen only by a softmax, not a sigmoid",
     "qwen3_5_moe_text": "its gated delta layers take only bfloat16 there, and its experts only float32",
 }
+WHOLE = ("gemma3", "paligemma")  # a token of a picture attends to the whole picture
 DELTA_ON_CPU = ("qwen3_5_text",)  # gated delta layers, which vLLM runs on a CPU in bfloat16 alone
 DELTA_WIDTH = 128  # of their heads
 
@@ -131,7 +132,14 @@ def check_model_on_cpu(model: str | Path, *, dtype: str = "float32", trust_remot
 
     config: Any = None
     if Path(model).is_dir():
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
+        whole = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        config = whole.get_text_config()
+        is_seen_whole = getattr(config, "use_bidirectional_attention", None) == "vision"  # Gemma 4
+        if whole.model_type in WHOLE or is_seen_whole:
+            raise ConfigError(
+                f"vllm cannot run {whole.model_type} on a CPU: a token of a picture attends to the whole picture, and "
+                "there vLLM lets it attend only to the tokens before it. Take rollout_engine: hf, or a GPU."
+            )
     kind = getattr(config, "model_type", "")
     if kind in NOT_ON_CPU:
         raise ConfigError(
@@ -139,14 +147,14 @@ def check_model_on_cpu(model: str | Path, *, dtype: str = "float32", trust_remot
         )
     if kind not in DELTA_ON_CPU:
         if dtype != "float32":
-            raise ConfigError("the vllm engine on a CPU takes weights in float32 alone: set dtype: float32.")
+            raise ConfigError("the vllm engine on a CPU takes only weights in float32. Set dtype: float32.")
         return
     widths = (config.linear_key_head_dim, config.linear_value_head_dim)
     if dtype != "bfloat16" or widths != (DELTA_WIDTH, DELTA_WIDTH):
         raise ConfigError(
-            f"the vllm engine on a CPU runs {kind} in bfloat16 alone, with heads of {DELTA_WIDTH} in its gated delta "
-            f"layers; dtype is {dtype}, and the heads have {widths[0]} and {widths[1]}. Set dtype: bfloat16, or take "
-            "rollout_engine: hf, or a GPU."
+            f"the vllm engine on a CPU runs {kind} only in bfloat16, and only with heads of {DELTA_WIDTH} in its gated "
+            f"delta layers. Here dtype is {dtype}, and the heads have {widths[0]} and {widths[1]}. Set dtype: "
+            "bfloat16, or take rollout_engine: hf, or a GPU."
         )
 
 
@@ -172,14 +180,19 @@ def check_sampling_kwargs(sampling: Sampling) -> None:
 
 
 def check_fits(prompts: Prompts, sampling: Sampling, length: int) -> None:
-    """Raises ConfigError if ``length`` tokens have no room for a prompt and its completion."""
+    """Raises ConfigError if ``length`` tokens have no room for a prompt and its completion, or one token of it."""
     longest = int(prompts.prompt_ids.lengths.max(initial=0))
-    if longest + sampling.max_completion_length > length:
+    if sampling.clips and longest >= length:
         raise ConfigError(
-            f"the longest prompt has {longest} tokens, and with a completion of {sampling.max_completion_length} "
-            f"(max_completion_length) that is more than vLLM's max_model_len, which is {length}. Set "
-            "max_prompt_length, lower max_completion_length, or raise vllm_max_model_len (of a teacher's engine "
-            "max_model_len in teacher_engine_kwargs)."
+            f"the longest prompt has {longest} tokens, and vLLM's max_model_len is {length}, so that no token has room "
+            "behind it. Set max_prompt_length, or raise vllm_max_model_len."
+        )
+    if not sampling.clips and longest + sampling.max_completion_length > length:
+        raise ConfigError(
+            f"the longest prompt has {longest} tokens. With a completion of {sampling.max_completion_length} tokens "
+            f"(max_completion_length), this is more than vLLM's max_model_len, {length}. Set max_prompt_length, lower "
+            "max_completion_length, or raise vllm_max_model_len (of a teacher's engine max_model_len in "
+            "teacher_engine_kwargs)."
         )
 
 
@@ -227,8 +240,8 @@ def _divided(given: Mapping[str, Any], temperature: float) -> dict[str, Any]:
         found[name] /= temperature
         if not -2 <= found[name] <= 2:
             raise ValueError(
-                f"{name} is {given[name]}, and vLLM takes no more than 2 in either direction, divided by the "
-                f"temperature: at temperature {temperature:g} that is {2 * temperature:g}"
+                f"{name} is {given[name]}, but vLLM accepts it only from -2 to 2 after division by the temperature. At "
+                f"temperature {temperature:g} the limit is {2 * temperature:g}"
             )
     if "logit_bias" in found:
         found["logit_bias"] = {int(token): bias / temperature for token, bias in dict(found["logit_bias"]).items()}

@@ -60,8 +60,8 @@ class Changes:
             module = str(of_class(cls).namespaces[place].get("__name__"))
             if (module, name) in unsent:
                 raise DispatchError(
-                    f"methods of {cls.__name__} read the global {module}.{name}, which the driver has set to an object "
-                    f"that cannot be sent to a worker ({unsent[module, name]}). Make the object in __init__, or pass "
+                    f"methods of {cls.__name__} read the global {module}.{name}, which the driver has set. The new "
+                    f"object cannot be sent to a worker ({unsent[module, name]}). Make the object in __init__, or pass "
                     "its settings as an argument."
                 )
 

@@ -91,10 +91,10 @@ def _imports(path: str, mtime_ns: int, size: int, package: str) -> tuple[frozens
 def refused_late(cls: type, name: str, importer: str) -> RoleError:
     """The error for a module that a function imports on a worker, which would get another source there."""
     return RoleError(
-        f"{cls.__name__} cannot be constructed: a function of module {importer!r} imports {name!r} when it runs, and "
-        f"workers would run another source of it than the driver, as {file_of(name)} was edited since one of them "
-        f"imported it. Import {name!r} at the top of {importer!r}, or reload it and start the workers again: "
-        "RayHelper.teardown(), then RayHelper.initialize(...)."
+        f"{cls.__name__} cannot be constructed: a function of module {importer!r} imports {name!r} when it runs. "
+        f"{file_of(name)} was edited after a worker had imported it, so workers would run other code than the driver. "
+        f"Import {name!r} at the top of {importer!r}, or reload it and start the workers again: RayHelper.teardown(), "
+        "then RayHelper.initialize(...)."
     )
 
 

@@ -24,6 +24,6 @@ class Reloads:
             if source_of(name) != source:
                 raise RoleError(
                     f"{title}: module {name!r} ({file_of(name)}) was edited and reloaded on the driver after the "
-                    "object was constructed. The workers still run what it was. Construct the object again."
+                    "object was constructed. The workers still run the old code. Construct the object again."
                 )
             self.specs[name] = (module.__spec__, source)  # the same source again

@@ -19,8 +19,9 @@ from trainers.backends.fsdp.sharding import as_placed, full
 from trainers.backends.fsdp.tuners.adalora import Ranks
 from trainers.backends.fsdp.tuners.kinds import peft_config
 from trainers.backends.fsdp.tuners.quantized import dequantized, is_quantization_state, quantized_layers
+from trainers.backends.fsdp.vision.parts import Part, modules_of
 from trainers.backends.fsdp.vision.pixels import Vision
-from trainers.data.images.processor import language_class
+from trainers.data.images.processor import is_vision, language_class
 
 # Those of peft's LoraConfig that say which layers get an adapter
 TARGET_FIELDS = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
@@ -28,6 +29,7 @@ ALL_LINEAR = "all-linear"
 TASKS = {"lm": "CAUSAL_LM", "value": "SEQ_CLS", "embedding": "FEATURE_EXTRACTION"}  # peft's, by the model's head
 # Beginnings of the names of what peft's layers hold; buffers that all layers of VeRA share, and the rank of AdaLoRA
 OF_LAYERS = ("lora_", "boft_", "fourierft_", "ia3_", "miss_", "vera_")
+VISUAL: tuple[Part, ...] = ("vit", "aligner")  # parts that modules_to_save may name
 OF_MODULES_TO_SAVE = ".modules_to_save."
 SHARED = re.compile(r"\.vera_[AB]\.")
 MANY_STEPS = 10**9  # where the length of a run is not known
@@ -58,6 +60,7 @@ def add_adapter(
     """
     from peft import get_peft_model
 
+    settings = with_modules(module, settings)
     fields = targets_of(module, tuner, settings, () if vision is None else vision.without_adapter())
     if head == "value":
         own = "score" if hasattr(module, "score") else "classifier"
@@ -112,6 +115,8 @@ def targets_of(module: Any, tuner: str, settings: Mapping[str, Any], frozen: Seq
     stacked in one weight have no adapter of theirs, and the log says so.
     """
     fields = dict(settings)
+    whole = [f"{name}." for name in fields.get("modules_to_save") or ()]  # which learn themselves
+    frozen = [*frozen, *(name for name, part in module.named_modules() if _is_linear_in(name, part, whole))]
     if not _has_all_linear(fields.get("target_modules")):
         if frozen and not isinstance(fields.get("target_modules"), str):
             fields.setdefault("exclude_modules", list(frozen))
@@ -167,6 +172,29 @@ def _names_of_experts(module: Any, names: Iterable[str]) -> set[str]:
     return found
 
 
+def with_modules(module: Any, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``settings`` whose ``modules_to_save`` has modules in the place of parts of a vision model.
+
+    Raises:
+        ConfigError: the model sees nothing, or has weights of these parts in no module.
+    """
+    asked = settings.get("modules_to_save") or ()
+    parts: list[Part] = [one for one in VISUAL if one in asked]
+    if not parts:
+        return settings
+    if not is_vision(module.config):
+        raise ConfigError(f"lora_kwargs: modules_to_save has {parts[0]}, but the model has no vision tower. Remove it.")
+    try:
+        found = modules_of(module, parts)
+    except ValueError as error:
+        raise ConfigError(f"lora_kwargs: modules_to_save has {', '.join(parts)}, but {error}. Remove them.") from None
+    return {**settings, "modules_to_save": [*found, *(one for one in asked if one not in parts)]}
+
+
+def _is_linear_in(name: str, part: Any, modules: Sequence[str]) -> bool:
+    return isinstance(part, torch.nn.Linear) and name.startswith(tuple(modules))
+
+
 def _has_all_linear(targets: Any) -> bool:
     return targets == ALL_LINEAR or (not isinstance(targets, str) and ALL_LINEAR in (targets or ()))
 
@@ -184,16 +212,16 @@ def check_tied(module: Any, settings: Mapping[str, Any]) -> None:
     for asked in () if isinstance(targets, str) else targets or ():
         if _is_named(asked, names):
             raise ConfigError(
-                f"lora_target_modules has {asked}, but the model ties {' and '.join(names)}: an adapter of one of them "
-                "cannot be merged into a weight that both have. Remove it."
+                f"lora_target_modules has {asked}, but the model ties {' and '.join(names)}. An adapter of one of them "
+                "cannot be merged into the weight that both share. Remove it."
             )
     if settings.get("ensure_weight_tying"):
         return
     for asked in settings.get("modules_to_save") or ():
         if _is_named(asked, names):
             raise ConfigError(
-                f"lora_kwargs: modules_to_save has {asked}, but the model ties {' and '.join(names)}: peft would train "
-                "a copy that a merged model has no place for. Write lora_kwargs: {ensure_weight_tying: true} too, "
+                f"lora_kwargs: modules_to_save has {asked}, but the model ties {' and '.join(names)}. peft would train "
+                "a copy, which a merged model cannot hold. Also write lora_kwargs: {ensure_weight_tying: true}, "
                 "which trains the tied weight."
             )
 

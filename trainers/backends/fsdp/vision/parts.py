@@ -46,6 +46,25 @@ def freeze(module: Any, frozen: Iterable[Part]) -> None:
             weight.requires_grad_(False)
 
 
+def modules_of(module: Any, of: Iterable[Part]) -> list[str]:
+    """The names of the outermost modules whose weights are all of these parts.
+
+    Raises:
+        ValueError: a weight of these parts is in no such module.
+    """
+    kept, parts = set(of), part_of(module)
+    left = {name for name, part in parts.items() if part in kept}
+    found = []
+    for name, _ in module.named_modules():
+        inside = {weight for weight in parts if weight.startswith(f"{name}.")}
+        if inside and inside <= left:
+            found.append(name)
+            left -= inside
+    if left:
+        raise ValueError(f"{sorted(left)[0]} of the {' and '.join(sorted(kept))} is in no module of theirs alone")
+    return found
+
+
 def linear_layers(module: Any, of: Iterable[Part]) -> list[str]:
     """The names of the linear layers of these parts."""
     kept, parts = set(of), part_of(module)

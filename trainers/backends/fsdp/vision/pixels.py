@@ -20,11 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from rayhelper import ConfigError
 from trainers.backends.fsdp.vision.parts import Part, freeze, linear_layers, part_of
+from trainers.backends.scores.inputs import Dummy
 from trainers.data.images.kept import Kept
-from trainers.data.images.pictures import Picture, Pictures
-from trainers.data.images.processor import is_vision, load_processor
+from trainers.data.images.pictures import Medium, Pictures
+from trainers.data.images.processor import Processors, has_videos, is_vision, processed, token_of
 
+IMAGE, VIDEO = 1, 2  # kinds of tokens, as transformers marks them
+FRAMES = "pixel_values_videos"
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 DUMMY_SIZE = 28  # pixels
 FILES = (  # of a processor; of those that a tokenizer writes too the run's own are kept
@@ -36,10 +40,10 @@ Pixels = dict[str, torch.Tensor]
 
 
 class Vision:
-    """How the pictures of rows get into a vision model, and which of its parts learn.
+    """How the pictures and videos of rows get into a vision model, and which of its parts learn.
 
-    ``processing``: arguments of the image processor in place of its own. ``frozen``: parts that do not learn;
-    ``rates``: learning rates of parts that have their own.
+    ``processing``, ``videos``: arguments of the image and of the video processor in place of their own. ``frozen``:
+    parts that do not learn; ``rates``: learning rates of parts that have their own.
     """
 
     def __init__(
@@ -49,15 +53,15 @@ class Vision:
         *,
         trust_remote_code: bool = False,
         processing: Mapping[str, Any] | None = None,
+        videos: Mapping[str, Any] | None = None,
         frozen: Sequence[Part] = (),
         rates: Mapping[Part, float] | None = None,
     ) -> None:
-        self.module, self.model, self.trust_remote_code = module, str(model), trust_remote_code
-        self.processing = dict(processing or {})
+        self.module, self.model = module, str(model)
+        self.processors = Processors(self.model, trust_remote_code, dict(processing or {}), dict(videos or {}))
         self.frozen, self.parts = tuple(frozen), part_of(module)
         self.rates = {name: rates[part] for name, part in self.parts.items() if part in rates} if rates else {}
         freeze(module, frozen)
-        self._processor: Any = None
         self._kept = Kept(_num_bytes)
 
     @classmethod
@@ -71,25 +75,37 @@ class Vision:
 
     @property
     def processor(self) -> Any:
-        if self._processor is None:
-            self._processor = load_processor(
-                self.model, trust_remote_code=self.trust_remote_code, processing=self.processing
-            )
-        return self._processor
+        return self.processors.of(())
 
     def seen(self, images: Sequence[Pictures]) -> Pixels:
-        """The pixels of all rows in order; none if no row has pictures.
+        """The pixels of all rows in order, of pictures and of videos; none if no row has any.
+
+        Raises ConfigError for videos of several numbers of frames, of a model that takes only one together.
+
 
         Some processors make fewer pixels of a picture that has others beside it, so a document is processed by itself.
         """
         found = [self._pixels(document) for row in images if row for document in documents_of(row)]
-        return {name: joined([pixels[name] for pixels in found]) for name in found[0]} if found else {}
+        names = dict.fromkeys(name for pixels in found for name in pixels)
+        if len(shapes := {pixels[FRAMES].shape[1:] for pixels in found if FRAMES in pixels}) > 1:
+            counts = ", ".join(sorted(str(shape[0]) for shape in shapes))
+            raise ConfigError(
+                f"the videos of a micro-batch have {counts} frames. {type(self.module).__name__} takes one number of "
+                "frames together. Write per_device_train_batch_size: 1, or give all videos the same number of frames."
+            )
+        return {name: joined([pixels[name] for pixels in found if name in pixels]) for name in names}
+
+    def num_towers(self, images: Sequence[Pictures] | None) -> int:
+        """How often a pass runs the tower at most: once for pictures, and once for videos."""
+        media = [one for row in images or () if row for document in documents_of(row) for one in document]
+        return 2 if has_videos(media) and not all(has_videos([one]) for one in media) else 1
 
     def dummy(self) -> Pixels:
         """The pixels of a small picture, for passes in which every weight must take part."""
         from PIL import Image
 
-        return self._processed([Image.new("RGB", (DUMMY_SIZE, DUMMY_SIZE), (127, 127, 127))])
+        image = Image.new("RGB", (DUMMY_SIZE, DUMMY_SIZE), (127, 127, 127))
+        return _tensors(self.processor(text=[self.processor.image_token], images=[[image]], return_tensors="pt"))
 
     def joins(self, scorer: Any, *, trains: bool, shards: bool) -> None:
         """The tower runs in every pass that asks it to: in training, and with shards, which all ranks gather together.
@@ -99,7 +115,7 @@ class Vision:
         learns = trains and not {"vit", "aligner"} <= set(self.frozen)
         if shards or learns:
             device = next(self.module.parameters()).device
-            scorer.dummy = {name: value.to(device) for name, value in self.dummy().items()}
+            scorer.dummy = Dummy({name: value.to(device) for name, value in self.dummy().items()})
 
     def export(self, folder: Path) -> None:
         """Writes the processor's files beside a model, as they are where the model comes from. One process calls it."""
@@ -139,26 +155,33 @@ class Vision:
     def words_alone(self, sampling: Any) -> Any:
         """The sampling, by which no token is drawn that stands for a part of a picture: there would be no pixels."""
         own = sampling.generation_kwargs.get("suppress_tokens") or []
-        tokens = sorted({*own, *(token for token in self.processor.image_token_ids if token is not None)})
+        tokens = sorted({*own, *self.processor.seen_token_ids})
         return replace(sampling, generation_kwargs={**sampling.generation_kwargs, "suppress_tokens": tokens})
 
-    def is_picture(self, ids: np.ndarray) -> np.ndarray:
-        """Whether tokens stand for parts of pictures; of the ids' shape."""
-        found: np.ndarray = np.isin(ids, self.processor.image_token_ids)
+    def kinds(self, ids: np.ndarray) -> np.ndarray:
+        """Of which kind each token is: 0 of text, 1 of a picture, 2 of a video; int64, of the ids' shape."""
+        processor = self.processor
+        of_images = np.isin(ids, processor.image_token_ids)
+        of_videos = np.isin(ids, processor.seen_token_ids) & ~of_images
+        found: np.ndarray = IMAGE * of_images.astype(np.int64) + VIDEO * of_videos
         return found
 
-    def _pixels(self, row: tuple[Picture, ...]) -> Pixels:
+    def _pixels(self, row: tuple[Medium, ...]) -> Pixels:
         key = tuple(picture.key for picture in row)
-        return self._kept.get(key, lambda: self._processed([picture.image() for picture in row]))
+        return self._kept.get(key, lambda: self._processed(row))
 
-    def _processed(self, images: list[Any]) -> Pixels:
-        text = " ".join([self.processor.image_token] * len(images))
-        found = self.processor(text=[text], images=[images], return_tensors="pt")
-        return {name: value for name, value in found.items() if name not in OF_TEXT and torch.is_tensor(value)}
+    def _processed(self, row: tuple[Medium, ...]) -> Pixels:
+        processor = self.processors.of(row)
+        text = " ".join(token_of(processor, picture) for picture in row)
+        return _tensors(processed(processor, text, row, return_tensors="pt"))
 
 
-def documents_of(row: Pictures) -> tuple[tuple[Picture, ...], ...]:
-    """The pictures of each document that has some."""
+def _tensors(found: Any) -> Pixels:
+    return {name: value for name, value in found.items() if name not in OF_TEXT and torch.is_tensor(value)}
+
+
+def documents_of(row: Pictures) -> tuple[tuple[Medium, ...], ...]:
+    """The pictures and videos of each document that has some."""
     documents: Any = row if isinstance(row[0], tuple) else (row,)
     return tuple(documents)
 

@@ -1,5 +1,6 @@
 """How weights are called in checkpoints of models that also see, and here: as those of a language model alone.
 
+layers.0.mlp.gate_proj.weight                   here model.layers.0.mlp.gate_proj.weight
 thinker.model.layers.0.mlp.gate_proj.weight     here model.layers.0.mlp.gate_proj.weight
 visual.merger.mlp.0.weight                      here model.visual.merger.mlp.0.weight
 """
@@ -20,14 +21,18 @@ BEGINNINGS = {  # of names in a checkpoint, and what stands here in their place
     "thinker.visual.": SIGHT[0],
     "vision_tower.": SIGHT[1],
     "multi_modal_projector.": SIGHT[2],
+    "language_model.": LANGUAGE,  # behind those that begin so too
+    "": LANGUAGE,
 }
+BARE = ("layers.", "embed_tokens.", "norm.")  # names in a checkpoint of a model without a head, as AutoModel writes it
 BESIDE = ("mtp.", "thinker.audio_tower.", "talker.", "token2wav.", "code2wav.")  # that no worker has
 THINKER = "thinker."
 
 
 def beginning_of(name: str) -> str | None:
     """Which of ``BEGINNINGS`` a name in a checkpoint has; None: it is called here as it is there."""
-    return next((beginning for beginning in BEGINNINGS if name.startswith(beginning)), None)
+    named = next((beginning for beginning in BEGINNINGS if beginning and name.startswith(beginning)), None)
+    return "" if named is None and name.startswith(BARE) else named
 
 
 def canonical(name: str) -> str:

@@ -48,7 +48,7 @@ def block_sources(
     num_ranks: int,
     num_expert_ranks: int,
     num_padded: int,
-    head: Literal["lm", "value"] = "lm",
+    head: Literal["lm", "value", "embedding"] = "lm",
     num_labels: int = 1,
 ) -> Block:
     """The table: the embedding (block 0), a layer (from 1 on), or what follows the last layer.
@@ -64,7 +64,7 @@ def block_sources(
         end = [Source(("decoder.final_layernorm.weight",), {"model.norm.weight": (hidden,)})]
         if head == "value":
             end.append(Source(("values.weight",), {VALUES: (num_labels, hidden)}))
-        elif not config.tie_word_embeddings:
+        elif head == "lm" and not config.tie_word_embeddings:
             end.append(Source(("output_layer.weight",), {HEAD: words}, 0, num_ranks, num_padded=num_padded))
         return Block(end)
     layer = f"model.layers.{block - 1}."

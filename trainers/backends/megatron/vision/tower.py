@@ -24,7 +24,7 @@ from rayhelper import ConfigError
 from trainers.backends.fsdp.documents import backbone, picture_positions
 from trainers.backends.fsdp.hf_model import zero_dropout
 from trainers.backends.fsdp.optimizer import decayed_names
-from trainers.backends.fsdp.vision.parts import Part
+from trainers.backends.fsdp.vision.parts import Part, linear_layers
 from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.backends.megatron.architectures import num_later, too_few_layers
 from trainers.backends.megatron.attention import Added, looked_up
@@ -36,6 +36,8 @@ from trainers.data.images.processor import is_vision, seeing_part
 
 FROZEN: dict[str, Any] = {"frozen": ["vit", "aligner"]}  # as in ms-swift
 FEATURES = ("pooler_output", "deepstack_features")  # of what a tower gives
+OF_VIDEOS = ("pixel_values_videos", "video_grid_thw")  # what the tower takes of videos
+TIMES = "second_per_grid_ts"  # of videos: the positions alone take it
 MODULES = ("visual", "vision_tower", "multi_modal_projector")  # of transformers' models, that make features together
 
 
@@ -43,7 +45,8 @@ class Tower:
     """The tower of a model with this ``configuration``, without weights until ``build``.
 
     ``frozen``: parts of the model that do not learn: vit, aligner, llm. ``processing``: arguments of the image
-    processor in place of its own. ``rates``: learning rates of parts that have their own.
+    processor in place of its own; ``videos``: of the video processor. ``rates``: learning rates of parts that have
+    their own.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Tower:
         dtype: torch.dtype,
         trust_remote_code: bool = False,
         processing: Mapping[str, Any] | None = None,
+        videos: Mapping[str, Any] | None = None,
         frozen: Sequence[Part] = (),
         rates: Mapping[Part, float] | None = None,
     ) -> None:
@@ -61,7 +65,7 @@ class Tower:
 
         with torch.device("meta"):
             whole = AutoModelForImageTextToText.from_config(seeing_part(configuration), dtype=dtype)
-        options: dict[str, Any] = {"processing": processing, "frozen": frozen, "rates": rates}
+        options: dict[str, Any] = {"processing": processing, "videos": videos, "frozen": frozen, "rates": rates}
         self.vision = Vision(whole, model, trust_remote_code=trust_remote_code, **options)
         part = backbone(whole)
         self.part = part if hasattr(part, "get_image_features") else whole  # a thinker's backbone is blind
@@ -112,6 +116,15 @@ class Tower:
                 weight.decays, weight.rate = name in decayed, self.vision.rates.get(f"{beginning}{part}.{name}")
                 weight.sequence_parallel = stage.config.sequence_parallel  # each worker has those of its own tokens
 
+    def adaptable(self, targets: str | Sequence[str]) -> list[str]:
+        """Names of the linear layers of the parts that are not frozen, which an adapter of these ``targets`` is on."""
+        parts: list[Part] = [part for part in ("vit", "aligner") if part not in self.vision.frozen]
+        beginning = "" if self.part is not self.vision.module else "model."
+        names = [f"{beginning}{name}" for name in linear_layers(self.vision.module, parts)]
+        if targets in ("all-linear", ["all-linear"]):
+            return names
+        return [name for name in names if any(f".{name}".endswith(f".{target}") for target in targets)]
+
     @property
     def has_axes(self) -> bool:
         """Whether tokens of pictures are turned by time, height and width (vision/rotation.py)."""
@@ -121,9 +134,17 @@ class Tower:
         """(3, B, T) positions of the tokens of documents with pictures: time, height, width."""
         return picture_positions(self.part, inputs).long()
 
-    def is_feature(self, ids: torch.Tensor) -> torch.Tensor:
-        """Whether tokens are places of features; of the ids' shape. Beside these others may mark a picture's ends."""
-        found: torch.Tensor = ids == self.part.config.image_token_id
+    def features_at(self, ids: torch.Tensor, pixels: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """(N,) which feature stands at each of the tokens: those of all pictures, then those of all videos; -1: none.
+
+        Beside these other tokens may mark a picture's ends.
+        """
+        config, found, start = self.part.config, torch.full_like(ids, -1), 0
+        for token in (config.image_token_id, config.video_token_id if OF_VIDEOS[0] in pixels else None):
+            is_here = ids == token if token is not None else torch.zeros_like(ids, dtype=torch.bool)
+            count = int(is_here.sum())
+            found[is_here] = torch.arange(start, start + count, device=ids.device)
+            start += count
         return found
 
     def put_in(
@@ -149,12 +170,22 @@ class Tower:
         return hidden, [Added(places_V, one) for one in leaves]
 
     def _features(self, pictures: Pictures, device: torch.device) -> list[torch.Tensor]:
-        """(N, H) of all pictures, and the same for each of the first layers. Raises ValueError for too few tokens."""
+        """(N, H) of all pictures and videos, and the same for each of the first layers.
+
+        Raises ValueError for too few tokens.
+        """
         pixels = {name: on_device(value, device) for name, value in pictures.pixels.items()}
+        videos = {name: pixels[name] for name in OF_VIDEOS if name in pixels}
+        images = {name: value for name, value in pixels.items() if name not in (*OF_VIDEOS, TIMES)}
+        found = []
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.learned)):
-            found = self.part.get_image_features(**pixels, return_dict=True)
-        first, later = (getattr(found, name, None) for name in FEATURES)
-        return [torch.cat(list(layer)) for layer in (first, *(later or ()))]
+            if images:
+                found.append(self.part.get_image_features(**images, return_dict=True))
+            if videos:
+                found.append(self.part.get_video_features(**videos, return_dict=True))
+        kinds = [[getattr(one, name, None) for name in FEATURES] for one in found]
+        layers = zip(*((first, *(later or ())) for first, later in kinds), strict=True)
+        return [torch.cat([features for of_kind in layer for features in of_kind]) for layer in layers]
 
     def _without(self, hidden: torch.Tensor) -> torch.Tensor:
         """The same embeddings, where weights of the tower learn: they get gradients of zero in every pass."""

@@ -14,7 +14,7 @@ another one after new weights.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain
@@ -26,42 +26,62 @@ import numpy as np
 from rayhelper import ConfigError
 from trainers.backends.fsdp.vision.pixels import documents_of
 from trainers.data.images.kept import Kept
-from trainers.data.images.pictures import Picture, Pictures
-from trainers.data.images.processor import is_vision, load_processor
+from trainers.data.images.pictures import Medium, Picture, Pictures
+from trainers.data.images.processor import has_videos, is_vision, load_processor
+from trainers.rollout.vllm.vision.rotations import rotation_overrides
 
+NEEDED = {"smolvlm": (("num2words", "SmolVLM's processor"),)}  # packages, beside torchvision
 NEVER = -100.0  # nats: the most that vLLM lets a bias take from a logit
+UNLIKE = {  # kinds of which vLLM (0.32) and transformers (5.19) compute other numbers, and why
+    "paddleocr_vl": "between the learned positions of patches vLLM interpolates without aligning the corners, and "
+    "transformers aligns them",
+}
+CUT_ALONE = ("llava_onevision",)  # a picture beside others is not cut into parts by transformers
 Known = list[tuple[np.ndarray, Any]]  # of each picture: its tokens, and vLLM's feature
 
 
-def sees(model: str | Path, *, trust_remote_code: bool = False) -> bool:
-    """Whether the model of a folder or hub name sees pictures."""
+def seeing(model: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The configuration of a model that sees pictures, of a folder or hub name; None for other models."""
     from transformers import AutoConfig
 
-    return is_vision(AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code))
+    found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    return found if is_vision(found) else None
 
 
 def check_sees(model: str | Path, key: str, *, trust_remote_code: bool = False) -> None:
     """Raises ConfigError if the folder of a model sees pictures and vLLM cannot read them; ``key`` chose vLLM."""
-    if Path(model).is_dir() and sees(model, trust_remote_code=trust_remote_code):
-        check_torchvision(key)
+    if Path(model).is_dir() and (found := seeing(model, trust_remote_code=trust_remote_code)) is not None:
+        check_pictures(found, key)
 
 
-def check_torchvision(key: str = "rollout_engine") -> None:
-    """Raises ConfigError if torchvision is not installed: vLLM needs it for models that see pictures."""
-    if find_spec("torchvision") is None:
+def check_pictures(configuration: Any, key: str = "rollout_engine") -> None:
+    """Raises ConfigError if vLLM cannot read pictures as a model of this configuration sees them; ``key`` chose it."""
+    for package, why in (("torchvision", "a model that sees pictures"), *NEEDED.get(configuration.model_type, ())):
+        if find_spec(package) is None:
+            version = " (the version for your torch)" if package == "torchvision" else ""
+            raise ConfigError(
+                f"{key}: vllm needs {package} for {why}, and it is not installed. Run "
+                f"pip install {package}{version}, or write hf."
+            )
+    if configuration.model_type in UNLIKE:
         raise ConfigError(
-            f"{key}: vllm needs torchvision for a model that sees pictures, and it is not installed. Run "
-            "pip install torchvision (the version for your torch), or write hf."
+            f"{key}: vllm gives other numbers for {configuration.model_type} than the trainer: "
+            f"{UNLIKE[configuration.model_type]}. Write hf."
         )
+    rotation_overrides(configuration)
 
 
-def engine_fields_of_vision(given: Mapping[str, Any], processing: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of vLLM's EngineArgs for a model that sees pictures.
+def engine_fields_of_vision(
+    configuration: Any, given: Mapping[str, Any], processing: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Fields of vLLM's EngineArgs for a model that sees pictures, of this configuration.
 
-    ``given``: those of the configuration; ``processing``: arguments of the image processor in place of its own.
+    ``given``: those of the run; ``processing``: arguments of the image processor in place of its own.
     """
+    overrides = rotation_overrides(configuration, given.get("hf_overrides"))
     return {
         "skip_tokenizer_init": False,  # its processor has a tokenizer
+        **({"hf_overrides": overrides} if overrides else {}),
         "mm_processor_cache_gb": given.get("mm_processor_cache_gb", 0),  # ``Features`` keeps what was processed
         "limit_mm_per_prompt": {"video": 0} | dict(given.get("limit_mm_per_prompt") or {}),
         **({"mm_processor_kwargs": dict(processing)} if processing else {}),
@@ -83,18 +103,26 @@ class Features:
         self.engine = engine
         told: dict[str, Any] = {"trust_remote_code": trust_remote_code, "processing": processing}
         processor = load_processor(str(model), tokenizer=tokenizer, **told)
-        self.picture_ids = [int(token) for token in processor.image_token_ids if token is not None]
+        self.picture_ids = processor.seen_token_ids
         self.place_ids = tokenizer(processor.image_token, add_special_tokens=False)["input_ids"]
         self.tasks = engine.get_supported_tasks()
+        self.kind = str(engine.model_config.hf_config.model_type)
         self._kept = Kept(_num_bytes)
 
     def of(self, pictures: Pictures, prompt_ids: np.ndarray, *, salt: str) -> list[Any]:
         """vLLM's features of the pictures, at the places of their tokens in ``prompt_ids``.
 
         Raises:
-            ConfigError: vLLM gives a picture other tokens than the prompt has, or takes fewer pictures.
+            ConfigError: vLLM gives a picture other tokens than the prompt has, takes fewer pictures, or cuts them up
+                otherwise than the trainer.
         """
         flat = tuple(chain.from_iterable(documents_of(pictures))) if pictures else ()
+        if self.kind in CUT_ALONE and len(flat) > 1:
+            raise ConfigError(
+                f"vLLM cuts every picture of a prompt into parts, and {self.kind} is trained with parts only where a "
+                f"picture is alone; a prompt has {len(flat)}. Write rollout_engine: hf, or give prompts one picture."
+            )
+        assert not has_videos(flat), "rows with videos are refused where they are read"
         known = self._known(flat)
         found: list[Any] = []
         start = 0
@@ -117,21 +145,21 @@ class Features:
         """Draws no token that stands for a part of a picture; ``params``: vLLM's SamplingParams, changed in place."""
         params.logit_bias = {**(params.logit_bias or {}), **dict.fromkeys(self.picture_ids, NEVER)}
 
-    def _known(self, pictures: tuple[Picture, ...]) -> Known:
+    def _known(self, pictures: tuple[Medium, ...]) -> Known:
         if not pictures:
             return []
         key = tuple(picture.key for picture in pictures)
         name = hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
         return self._kept.get(key, lambda: self._processed(pictures, name))
 
-    def _processed(self, pictures: tuple[Picture, ...], name: str) -> Known:
+    def _processed(self, pictures: tuple[Medium, ...], name: str) -> Known:
         """A prompt of places of pictures alone, through vLLM's processor."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
 
         prompt = {
             "prompt_token_ids": [token for _ in pictures for token in self.place_ids],
-            "multi_modal_data": {"image": [picture.image() for picture in pictures]},
+            "multi_modal_data": {"image": [picture.image() for picture in pictures if isinstance(picture, Picture)]},
             "multi_modal_uuids": {"image": [f"{name}-{number}" for number in range(len(pictures))]},
         }
         try:
@@ -142,8 +170,24 @@ class Features:
             said = " ".join(str(error).split())
             raise ConfigError(f"vLLM does not take the {len(pictures)} pictures of a prompt: {said}") from error
         ids = np.array(request.prompt_token_ids, np.int64)
-        spans = [(feature, feature.mm_position.offset) for feature in request.mm_features]
+        features = [_narrowed(feature, ids, self.picture_ids) for feature in request.mm_features]
+        spans = [(feature, feature.mm_position.offset) for feature in features]
         return [(ids[start : start + feature.mm_position.length], feature) for feature, start in spans]
+
+
+def _narrowed(feature: Any, ids: np.ndarray, picture_ids: Sequence[int]) -> Any:
+    """From the first to the last token that stands for a part of the picture, ``picture_ids``.
+
+    Tokens around them may be one with what stands beside the picture in a prompt: Gemma 3 has blank lines there.
+    """
+    position = feature.mm_position
+    if position.is_embed is None:
+        return feature
+    own = ids[position.offset : position.offset + position.length]
+    places = np.flatnonzero(np.isin(own, picture_ids))
+    first, end = int(places[0]), int(places[-1]) + 1
+    told = {"offset": position.offset + first, "length": end - first, "is_embed": position.is_embed[first:end]}
+    return replace(feature, mm_position=replace(position, **told))
 
 
 def _place(tokens: np.ndarray, ids: np.ndarray, start: int) -> int | None:

@@ -3,10 +3,9 @@
     python -m benchmarks.scheduler_host [--sequences 512] [--steps 256] [--page 16] [--ends] [--rounds 3]
 
 No model: what a scheduler plans is answered with tokens of a seed. Milliseconds of a core per step of ``schedule``, of
-``update_from_output`` and of both, medians over rounds, which alternate between vLLM's scheduler, vLLM's with our
-patches, ours, and ours one request at a time (as it is where prompts are among a step's requests).
-``--ends``: completions end at lengths spread over the steps; otherwise all are as long. All must be told the same
-tokens of the same requests.
+``update_from_output`` and of both, medians over rounds, which alternate between vLLM's scheduler, ours, and ours one
+request at a time (as it is where prompts are among a step's requests). ``--ends``: completions end at lengths spread
+over the steps; otherwise all are as long. All must be told the same tokens of the same requests.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def main() -> None:
         save_decided(Path(model), head_dim=32)
         for _ in range(options.rounds):
             for is_ahead in (False, True):
-                for way in ("vLLM's", "patches", "one by one", "arrays"):
+                for way in ("vLLM's", "one by one", "arrays"):
                     spent, tokens = run(way, model, options, is_ahead=is_ahead)
                     found[f"{'ahead' if is_ahead else 'known'}, {way}"].append(spent)
                     told[is_ahead].add(tokens)
@@ -67,14 +66,13 @@ def run(way: str, model: str, options: argparse.Namespace, *, is_ahead: bool) ->
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from trainers.rollout.vllm import patches
     from trainers.rollout.vllm.scheduling.scheduler import AsyncDecodingScheduler, DecodingScheduler
 
     theirs = (Scheduler, AsyncScheduler)[is_ahead]
     ours = (DecodingScheduler, AsyncDecodingScheduler)[is_ahead]
     num_pages = options.sequences * (2 + (PROMPT + options.steps) // options.page)
     scheduler = scheduler_of(
-        theirs if way in ("vLLM's", "patches") else ours,
+        theirs if way == "vLLM's" else ours,
         model,
         num_pages=num_pages,
         page=options.page,
@@ -82,10 +80,6 @@ def run(way: str, model: str, options: argparse.Namespace, *, is_ahead: bool) ->
         max_model_len=4096,
         max_num_batched_tokens=options.sequences * PROMPT,
     )
-    decoded: list[Any] = []
-    if way == "patches":
-        patches.quick_allocation(scheduler)
-        decoded = patches.quick_update(scheduler)
     if way == "one by one":
         scheduler.steps.has_arrays = False
     random, hashes = np.random.default_rng(0), hasher(options.page)
@@ -107,7 +101,7 @@ def run(way: str, model: str, options: argparse.Namespace, *, is_ahead: bool) ->
         num_steps += is_counted
         if planned.num_scheduled_tokens:
             flights.append((planned, answered(planned, defaultdict(lambda: True), random)))
-        while len(flights) > (is_ahead and scheduler.has_requests()):
+        while len(flights) > (is_ahead and bool(planned.num_scheduled_tokens)):
             given = flights.pop(0)
             since = time.thread_time()
             outputs = scheduler.update_from_output(*given)
@@ -124,9 +118,6 @@ def run(way: str, model: str, options: argparse.Namespace, *, is_ahead: bool) ->
                         step.request_ids, step.tokens.tolist(), step.logps.tolist(), strict=True
                     )
                 ]
-            for step in decoded:
-                rows += list(zip(*step, strict=True))
-            decoded.clear()
             digest.update(repr(sorted(rows)).encode())
     gc.enable()
     parts = {part: 1e3 * seconds / num_steps for part, seconds in spent.items()}

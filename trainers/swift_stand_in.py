@@ -130,12 +130,36 @@ def stand_in() -> Iterator[Found]:
         parent, _, own = name.rpartition(".")
         if parent:
             setattr(modules[parent], own, module)
-    sys.modules.update(modules)
-    try:
+    shown.modules = modules
+    with shown.importable():
         yield found
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
-            del sys.modules[name]
+
+
+class Shown:
+    """The modules of the stand-in, and how many callers need them to be importable now."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, ModuleType] = {}
+        self.num_callers = 0
+
+    @contextlib.contextmanager
+    def importable(self) -> Iterator[None]:
+        """Inside, a function of a plugin that was loaded with the stand-in may import from ``swift`` again."""
+        if not self.modules or (not self.num_callers and "swift" in sys.modules):
+            yield
+            return
+        self.num_callers += 1
+        sys.modules.update(self.modules)
+        try:
+            yield
+        finally:
+            self.num_callers -= 1
+            for name in [] if self.num_callers else [*sys.modules]:
+                if name.partition(".")[0] == "swift":
+                    del sys.modules[name]
+
+
+shown = Shown()
 
 
 def register(found: Found) -> None:

@@ -22,15 +22,12 @@ from benchmarks.gpu.steps import ON_GPU
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[dict[str, float]]]:
-    """Each generation's milliseconds a step; those of a part are without the parts inside it, and without waiting.
-
-    Of an engine that was there before, what ``quick_update`` replaced is not seen.
-    """
+    """Each generation's milliseconds a step; those of a part are without the parts inside it, and without waiting."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    from trainers.rollout.vllm import decoding
     from trainers.rollout.vllm.engine import VllmEngine
+    from trainers.rollout.vllm.scheduling.scheduler import AsyncDecodingScheduler, DecodingScheduler
 
     seconds, counts, generations = defaultdict[str, float](float), defaultdict[str, int](int), list[dict[str, float]]()
     inside: list[float] = []  # seconds of the calls within each of those under way
@@ -66,9 +63,11 @@ def watched() -> Iterator[list[dict[str, float]]]:
         return timing
 
     parts: list[tuple[Any, str, str]] = [
-        (Scheduler, "schedule", "schedule"),
-        (Scheduler, "update_from_output", "update_from_output"),
-        (decoding, "update", "update_from_output"),
+        *[
+            (kind, name, name)
+            for kind in (Scheduler, DecodingScheduler, AsyncDecodingScheduler)
+            for name in ("schedule", "update_from_output")
+        ],
         (UniProcExecutor, "execute_model", "execute_model"),
         (UniProcExecutor, "sample_tokens", "sample_tokens"),
         (VllmEngine, "advance", "advance"),

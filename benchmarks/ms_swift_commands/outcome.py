@@ -62,6 +62,7 @@ SENSES = (  # the same of models that see or hear, by what the refusal holds
     (r"workers cannot share rows with pictures", "sequence parallelism with pictures"),
 )
 MOST_REMEDIES = 8
+DEVICES_OF_NODE = 8
 QUANTIZES = {"quant_method", "load_in_4bit", "load_in_8bit"}
 BITSANDBYTES = Path(__file__).resolve().parents[2] / ".venv" / "qlora"
 
@@ -143,7 +144,7 @@ def tried(words: list[str], environment: dict[str, str], servers: list[Command])
 
 @contextmanager
 def with_gpus() -> Iterator[None]:
-    """Inside, there seem to be GPUs, torchvision, and the trackers that commands report to."""
+    """Inside, there seem to be GPUs, torchvision, OpenEnv's client, and the trackers that commands report to."""
     import torch
 
     with (
@@ -151,6 +152,7 @@ def with_gpus() -> Iterator[None]:
         patch.object(torch.cuda, "is_bf16_supported", lambda *_: True),
         patch.object(torch.cuda, "current_device", lambda: 0),
         patch("trainers.run.trackers._is_installed", lambda _: True),
+        patch("trainers.rollout.openenv.is_installed", lambda: True),
         patch("trainers.rollout.vllm.vision.features.find_spec", lambda name: name),
     ):
         yield
@@ -164,13 +166,17 @@ def _checked(words: list[str], environment: dict[str, str], servers: list[Comman
     rlhf_type = plain(keys.get("rlhf_type")) if name == RLHF else None
     command = command_named(name, rlhf_type, task_of(keys))
     config = load_config(command.config_type, arguments, prog="python -m trainers")
-    count = 1
-    for variable in ("NPROC_PER_NODE", "NNODES"):
-        count *= int(environment.get(variable) or 1) if not uses_ray(arguments) else 1
+    count = 1 if uses_ray(arguments) else processes_of(environment)
     alone = not config.use_ray and count == 1
     groups = None if alone else placement(command.trainer, config, count)
     check_run(command.trainer, config, groups)
     _read(config)
+
+
+def processes_of(environment: Mapping[str, str]) -> int:
+    """Of all nodes. A scheduler that starts a script on its nodes also tells torchrun how many devices each has."""
+    own = environment.get("NPROC_PER_NODE") or (DEVICES_OF_NODE if environment.get("NNODES") else 1)
+    return int(own) * int(environment.get("NNODES") or 1)
 
 
 def _read(config: Any) -> None:

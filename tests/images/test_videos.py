@@ -118,6 +118,11 @@ def test_lengths_and_arguments_are_looked_at(found: dict[str, Any]) -> None:
     assert found["small"] == [2]  # two pairs of frames, of one token of 8 x 8 pixels each
 
 
+def test_videos_of_several_lengths_are_told_where_a_model_takes_one(found: dict[str, Any]) -> None:
+    assert "the videos of a micro-batch have 4, 6 frames" in found["stacks"]
+    assert "Write per_device_train_batch_size: 1" in found["stacks"]
+
+
 def test_a_model_without_videos_is_named(found: dict[str, Any]) -> None:
     assert "1 of 1 rows have videos: Gemma3Processor" in found["gemma3"]
     assert "the row has a video: Gemma3Processor" in found["gemma3 part"]

@@ -452,6 +452,12 @@ def of_rows(folder: Path) -> Iterator[tuple[str, Any]]:
         sft_config(model, folder, dataset=[{"messages": turns("<video>?", "one"), "videos": [paths]}], **keys)
     ).sequences
     yield "small", [int((one == tokenizer.convert_tokens_to_ids("<|video_pad|>")).sum()) for one in small.input_ids]
+    stacks = save_vision(folder / "stacks", "llava_onevision")
+    batch = sequences_of(stacks, [ROWS[0] | {"videos": [frames(0, count)]} for count in (4, 6)])
+    try:
+        FsdpBackend(stacks).token_logps(batch, micro_batch_size=2)
+    except ConfigError as error:
+        yield "stacks", str(error)
     blind = save_vision(folder / "blind", "gemma3")
     yield "gemma3", wrong(blind, folder, {"messages": turns("<video>What?", "one"), "videos": [paths]})
     row = {"messages": turns([{"type": "video", "video": paths}, *asked], "one")}

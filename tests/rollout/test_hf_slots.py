@@ -22,7 +22,8 @@ from trainers.rollout.hf.engine import HfEngine
 
 IN_SLOTS = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "phi3", "glm4"),
-    *("deepseek_v3", "gpt_oss", "olmo3", "smollm3", "granite", "cohere"),
+    *("deepseek_v3", "gpt_oss", "olmo3", "smollm3", "granite", "cohere", "ministral", "ernie4_5", "seed_oss"),
+    "hunyuan_v1_dense",
 )
 BY_GENERATE = {
     **dict.fromkeys(("qwen3_next", "lfm2", "falcon_h1", "nemotron_h"), "its cache has layers of"),

@@ -302,8 +302,9 @@ def test_unusual_schedulers_stay_as_they_are(name: str) -> None:
 
 
 def cache_of(*kinds: str, page: int = 16) -> Any:
-    pages = SimpleNamespace(block_size=16, block_pool=SimpleNamespace(hash_block_size=page))
-    managers = [type(kind, (SimpleNamespace,), {})(**vars(pages)) for kind in kinds]
+    pages = {"block_size": 16, "block_pool": SimpleNamespace(hash_block_size=page)}
+    pages |= {"req_to_blocks": {}, "num_cached_block": {}}
+    managers = [type(kind, (SimpleNamespace,), {})(**pages) for kind in kinds]
     return SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers), enable_caching=True)
 
 
@@ -371,7 +372,7 @@ def updated(**changed: Any) -> tuple[Any, Any]:
         "num_output_tokens": 1,
         "num_tokens": 2,
         "max_tokens": 3,
-        "sampling_params": SimpleNamespace(eos_token_id=2, stop_token_ids=[3]),
+        "sampling_params": SimpleNamespace(eos_token_id=2, stop_token_ids=[3], repetition_detection=None),
     }
     found = {
         "logprobs": logps,
@@ -415,6 +416,7 @@ def test_a_token_that_ends_nothing_goes_past_vllms_outputs() -> None:
         {"async_tokens_to_discard": 1},
         {"sampled_token_ids": [[6], [2]]},  # the token that ends texts
         {"sampled_token_ids": [[6], [3]]},  # a stop token
+        {"sampling_params": SimpleNamespace(eos_token_id=2, stop_token_ids=None, repetition_detection="of three")},
         {"max_tokens": 2},
         {"max_model_len": 3},
     ],

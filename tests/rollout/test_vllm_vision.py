@@ -156,34 +156,52 @@ def test_pictures_that_vllm_would_cut_up_where_transformers_does_not_are_refused
         taken.of(pictures_of([png(0), png(1)]), np.zeros(4, np.int64), salt="0")
 
 
-def test_tokens_beside_a_picture_may_be_one_with_those_of_the_prompt(gemma: str) -> None:
-    """Gemma 3 writes blank lines around a picture, which are one token with those of the text."""
+def placed(model: str, text: str, alone: list[int], embedded: int) -> tuple[list[int], Any]:
+    """The tokens of ``text``, which has one picture, and its feature in them.
+
+    ``alone``: the tokens that vLLM's processor gives the picture; ``embedded``: the one that its tower replaces.
+    """
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-    tokenizer = AutoTokenizer.from_pretrained(gemma)
-    reader = ImageReader(tokenizer, gemma)
-    start, part, end = (getattr(tokenizer, f"{name}_token_id") for name in ("boi", "image", "eoi"))
-    blank = tokenizer.convert_tokens_to_ids("\n\n")
-    alone = [blank, start, part, part, part, part, end, blank]
-
     def processed(*_: Any, **__: Any) -> Any:
-        told = {"offset": 0, "length": len(alone), "is_embed": torch.tensor([token == part for token in alone])}
+        is_embed = torch.tensor([token == embedded for token in alone])
+        position = PlaceholderRange(offset=0, length=len(alone), is_embed=is_embed)
         data: Any = SimpleNamespace(get_data=dict)
-        feature = MultiModalFeatureSpec(
-            data=data, modality="image", identifier="one", mm_position=PlaceholderRange(**told)
-        )
+        feature = MultiModalFeatureSpec(data=data, modality="image", identifier="one", mm_position=position)
         return SimpleNamespace(prompt_token_ids=alone, mm_features=[feature])
 
-    engine = engine_of("gemma3", processed)
-    pictures = pictures_of([png(0)])
-    text, _ = reader.expanded(f"Look:\n{reader.processor.image_token}\nWhat?", pictures)
-    ids = np.array(tokenizer(text)["input_ids"])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    reader, pictures = ImageReader(tokenizer, model), pictures_of([png(0)])
+    shown, _ = reader.expanded(text.replace("<image>", reader.processor.image_token), pictures)
+    ids = tokenizer(shown)["input_ids"]
+    (found,) = features.Features(engine_of("any", processed), model, tokenizer).of(pictures, np.array(ids), salt="7")
+    return ids, found
+
+
+def test_tokens_beside_a_picture_may_be_one_with_those_of_the_prompt(gemma: str) -> None:
+    """Gemma 3 writes blank lines around a picture, which are one token with those of the text."""
+    tokenizer = AutoTokenizer.from_pretrained(gemma)
+    start, part, end = (getattr(tokenizer, f"{name}_token_id") for name in ("boi", "image", "eoi"))
+    blank = tokenizer.convert_tokens_to_ids("\n\n")
+    ids, found = placed(gemma, "Look:\n<image>\nWhat?", [blank, start, *[part] * 4, end, blank], part)
     assert blank not in ids  # three lines are one token
-    (found,) = features.Features(engine, gemma, tokenizer).of(pictures, ids, salt="7")
     position = found.mm_position
-    assert ids[position.offset : position.offset + position.length].tolist() == [part] * 4
-    assert (position.offset, position.get_num_embeds()) == (ids.tolist().index(part), 4)
+    assert ids[position.offset : position.offset + position.length] == [part] * 4
+    assert (position.offset, position.get_num_embeds()) == (ids.index(part), 4)
     assert found.identifier == "7:one"
+
+
+def test_tokens_around_a_picture_that_stand_for_it_are_its_own(tmp_path: Path) -> None:
+    """InternVL has one before and one behind, which no feature replaces."""
+    model = save_vision(tmp_path, "internvl", **IN_VLLM["internvl"])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    names = ("start_image_token_id", "context_image_token_id", "end_image_token_id")
+    start, part, end = (getattr(tokenizer, name) for name in names)
+    alone = [start, *[part] * 12, end]
+    ids, found = placed(model, "Look: <image> What?", alone, part)
+    position = found.mm_position
+    assert ids[position.offset : position.offset + position.length] == alone
+    assert position.get_num_embeds() == 12
 
 
 def test_weights_that_no_tower_reads_have_the_fingerprints_of_what_was_sent() -> None:

@@ -54,6 +54,7 @@ CASES = [
     ("backend: megatron", "qwen3", True, "vllm", MEGATRON),
     ("backend: megatron", "qwen3", False, "hf", f"{MEGATRON}, but vLLM is not installed"),
     ("", "bamba", True, "vllm", LOOP.format("bamba")),
+    ("", "bloom", True, "vllm", LOOP.format("bloom")),  # whose attention cannot be set
     ("", "bamba", False, "hf", LOOP.format("bamba") + ", but vLLM is not installed"),
     ("", "qwen3_next", True, "hf", LOOP.format("qwen3_next") + ", but rollout_engine: vllm cannot run qwen3_next on a"),
     ("", "qwen2_vl", False, "hf", LOOP.format("qwen2_vl, which sees,") + ", but vLLM is not installed"),

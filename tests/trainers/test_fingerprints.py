@@ -77,6 +77,14 @@ def test_layers_are_told_apart() -> None:
     assert fingerprints([]) == {}
 
 
+def test_gate_and_up_outside_of_layers_are_those_of_their_stack() -> None:
+    """As in the merger of GLM-4.6V's tower."""
+    gate, up = torch.randn(3, 4), torch.randn(3, 4)
+    apart = {"visual.merger.gate_proj.weight": gate, "visual.merger.up_proj.weight": up}
+    joined = {"visual.merger.gate_up_proj.weight": torch.cat([gate, up])}
+    assert fingerprints(apart.items()) == fingerprints(joined.items())
+
+
 def test_parts_of_rows_add_up_to_the_whole() -> None:
     whole = torch.randn(6, 16, dtype=torch.float64).bfloat16()
     parts = [fingerprint(whole[:, start : start + 4], first_column=start, num_columns=16) for start in range(0, 16, 4)]

@@ -393,7 +393,7 @@ def test_muon_is_an_optimizer_of_ours(tmp_path: Path) -> None:
     found = load(SFTConfig, "defaults: ms-swift\noptimizer: muon\noptim_args: momentum=0.9", tmp_path)
     assert (found.optim, found.optim_kwargs, found.adam_beta2) == ("muon", {"momentum": 0.9}, 0.95)
     assert found.fsdp_sharding_strategy == "no_shard"
-    assert "Write optim: muon" in told(SFTConfig, "optimizer: muonclip", tmp_path)
+    assert "Write optimizer: muon" in told(SFTConfig, "optimizer: muonclip", tmp_path)
     with pytest.raises(ConfigError, match="muon needs whole weights"):
         load(SFTConfig, "optim: muon\nfsdp_sharding_strategy: full_shard", tmp_path)
 

@@ -485,7 +485,6 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (PPOConfig, "stop: [x]", "write stop_token_ids, a list of ids of the tokenizer"),
     (GRPOConfig, "multi_turn_scheduler: math_tip_trick\nenvironment: lake", "without environment beside it"),
     (GKDConfig, "multi_turn_scheduler: thinking_tips_scheduler", "it makes a sample of each turn"),
-    (GRPOConfig, "multi_turn_scheduler: openenv_scheduler", "it plays on OpenEnv's servers"),
     (PPOConfig, "multi_turn_scheduler: math_tip_trick", "GRPO and GKD have it"),
     (GRPOConfig, "use_gym_env: true", "write environment: name"),
     (
@@ -601,7 +600,8 @@ def test_hints_change_nothing_and_are_told_in_one_line(tmp_path: Path, caplog: p
 def test_all_refused_keys_are_told_at_once_each_by_its_name(tmp_path: Path) -> None:
     keys = {field.name for field in dataclasses.fields(SFTConfig)}
     placeholders = {"model_name", "model_author"}  # refused with the dataset that has some
-    written = [name for name in REFUSED if name not in keys | placeholders]
+    unread = {"eval_iters"}  # without eval_dataset
+    written = [name for name in REFUSED if name not in keys | placeholders | unread]
     message = told(SFTConfig, "\n".join(f"{name}: 7" for name in written), tmp_path)
     assert [name for name in written if name not in message] == []
     assert "unknown key" not in message

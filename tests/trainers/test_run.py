@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import signal
 import threading
@@ -504,6 +505,19 @@ def test_a_generation_of_a_resumed_run_keeps_its_size_too(model: str, tmp_path: 
     four = GenerationPlan.of(config, 6, 4, {})
     assert (four.step_size, four.num_prompts) == (8, 8)
     assert GenerationPlan.of(config, 6, 1, four.order()) == four
+
+
+def test_generations_that_are_parts_of_a_step_are_drawn_at_once(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes: dict[str, Any] = {"global_batch_size": 16, "num_generations": 2, "num_iterations": 1}
+    with caplog.at_level(logging.INFO):
+        plan = GenerationPlan.of(grpo_config(model, tmp_path, **sizes, generation_batch_size=4), 16, 1, {})
+    assert (plan.step_size, plan.num_prompts) == (16, 8)
+    assert "the 4 generations of an optimizer step are drawn at once" in caplog.text
+    for further in ({"generation_batch_size": 6}, {"generation_batch_size": 4, "num_iterations": 2}):
+        with pytest.raises(ConfigError, match="must be a multiple of the 16 sequences"):
+            GenerationPlan.of(grpo_config(model, tmp_path, **sizes | further), 16, 1, {})
 
 
 @pytest.mark.parametrize(("drops", "rows", "num_steps"), [(False, [4, 4, 2], 5), (True, [4, 4], 4)])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.plugins import load_plugins
 from trainers.rewards.texts import last_turn_text
+from trainers.rollout import openenv
 from trainers.rollout.base import Sampling
 from trainers.rollout.environments import Reply
 from trainers.rollout.episodes import Stage
@@ -75,7 +78,13 @@ class Game(Env):
         pass
 
 class Open(OpenEnvScheduler):
-    pass
+    async def on_trajectory_start(self, requests):
+        from swift.rollout.multi_turn import Messages  # as ms-swift's example does
+
+        await super().on_trajectory_start(requests)
+
+    def format_observation(self, observation):
+        return observation["messages"][0]["content"]
 
 multi_turns["again"] = Again
 multi_turns["open"] = Open
@@ -215,10 +224,77 @@ def test_what_a_step_cannot_do_is_refused_by_name(change: Any, words: str) -> No
     assert "Kind" in str(error.value)
 
 
+class Client:
+    """OpenEnv's client: ``GenericEnvClient(base_url=...).sync()``, with a game of two moves."""
+
+    def __init__(self, base_url: str) -> None:
+        self.base_url, self.moves = base_url, []
+
+    def sync(self) -> Any:
+        return self
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        CLOSED.append((self.base_url, self.moves))
+
+    def _shown(self, text: str, reward: float, done: bool) -> Any:
+        return SimpleNamespace(observation={"messages": [{"content": text}]}, reward=reward, done=done)
+
+    def reset(self, **options: Any) -> Any:
+        return self._shown(f"begin {options['seed']}: ", 0.0, False)
+
+    def step(self, action: Any) -> Any:
+        self.moves.append(action)
+        return self._shown("next: ", 0.5, len(self.moves) == 2)
+
+
+CLOSED: list[Any] = []
+
+
+@pytest.mark.parametrize("max_turns", [None, 1])
+def test_a_game_of_openenv_is_played_on_its_server(
+    max_turns: int | None, plugin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Actions are JSON, fenced or not, or the text as a message; the connection is closed whoever ends the game."""
+    CLOSED.clear()
+    for name in ("openenv", "openenv.core", "openenv.core.generic_client"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["openenv.core.generic_client"], "GenericEnvClient", Client, raising=False)
+    monkeypatch.setattr(openenv, "is_installed", lambda: True)
+    row = {"prompt": [user("Play")], "env_config": {"base_url": "http://x", "reset_kwargs": {"seed": 3}}}
+    row["env_config"] |= {"system_message": "rules"}
+    said = ['```json\n{"move": 1}\n```', "up"]
+    rollouts = played("open", said, row, max_turns)
+    assert "begin 3: " in TOKENIZER.decode(one(rollouts.prompt_ids))
+    moves = [{"move": 1}, {"message": "up"}][:max_turns]
+    assert [("http://x", moves)] == CLOSED
+    assert one(rollouts.environment_rewards) == 0.5 * len(moves)
+    assert [message["content"] for message in one(rollouts.transcripts)] == [said[0], "next: ", said[1]][
+        : 2 * len(moves) - 1
+    ]
+    assert "swift" not in sys.modules
+
+
+def test_a_server_of_openenv_is_asked_again_before_the_episode_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    game, tries = openenv.OpenEnvGame({"base_url": "http://x"}), []
+    monkeypatch.setattr(openenv.time, "sleep", lambda _: None)
+
+    def connected() -> Any:
+        tries.append(1)
+        raise OSError("refused")
+
+    monkeypatch.setattr(game, "_connected", connected)
+    with pytest.raises(ConnectionError, match="the OpenEnv server at http://x gave no reset: refused"):
+        game.reset()
+    assert len(tries) == openenv.TRIES
+
+
 def test_a_scheduler_that_plays_the_turns_itself_and_an_unknown_game_are_refused(plugin: str) -> None:
     with pytest.raises(ValueError, match="multi_turn_scheduler 'whole': Whole has a run of its own"):
         environment_named("whole", max_turns=None)
-    with pytest.raises(ValueError, match=r"'open' is .*Open'> \(OpenEnvScheduler\), and no class of MultiTurnSch"):
+    with pytest.raises(ValueError, match="'open' plays on servers of OpenEnv, whose client is not installed"):
         environment_named("open", max_turns=None)
     with pytest.raises(ValueError, match=r"gym_env 'lake' is not in the registry envs \(known: game, replayed\)"):
         environment_named({"name": "gym_scheduler", "gym_env": "lake"}, max_turns=None)

@@ -6,6 +6,7 @@ for more rows the fewer of its prompts have something to tell, so that ``RowStre
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from trainers.batch import Samples
 from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, steps_of_epochs
 from trainers.data.batches import Batches, nothing_left
 from trainers.grpo.config import GRPOConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,10 @@ class GenerationPlan:
             size = config.per_device_train_batch_size * config.steps_per_generation * num_workers
             size = saved_order.get("num_prompts", 0) * config.num_generations or size
         size = step_size if size is None else size
+        is_part = size < step_size and step_size % size == 0 and size % config.num_generations == 0
+        if is_part and config.num_iterations == 1:  # as in TRL one policy draws all generations of a step
+            logger.info("the %d generations of an optimizer step are drawn at once", step_size // size)
+            size = step_size
         if size % step_size:
             raise ConfigError(
                 f"a generation of {size} completions must be a multiple of the {step_size} sequences of an "

@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)  # the widest that rows and memory divide into
+_GATE_OR_UP = re.compile(r"\.(?:gate|up)_proj(\.\w+)$")  # which engines stack
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
@@ -91,6 +92,6 @@ def _places(first_word: int, num_words: int, device: torch.device) -> torch.Tens
 
 
 def layer_of(name: str) -> str:
-    """``model.layers.3`` of what is in the layer, else the name."""
+    """``model.layers.3`` of what is in the layer, else the name; of gate and up that of their stack."""
     match = _LAYER.match(name)
-    return match.group(1) if match else name
+    return match.group(1) if match else _GATE_OR_UP.sub(r".gate_up_proj\1", name)

@@ -74,17 +74,24 @@ def _knows(keys: Mapping[str, Any]) -> tuple[bool, str]:
     """Whether hf decodes the architecture in slots; with the name of one that it does not, or what is not known."""
     from transformers import AutoConfig
 
+    from trainers.backends.fsdp.tuners.adapters import without_weights
     from trainers.data.images.processor import is_vision
+    from trainers.rollout.hf.attention import attending
     from trainers.rollout.hf.cache import foreign_layers
 
-    model = str(keys.get("model"))
+    model, trusts = str(keys.get("model")), keys.get("trust_remote_code") is True
     try:
-        found = AutoConfig.from_pretrained(model, trust_remote_code=keys.get("trust_remote_code") is True)
+        found = AutoConfig.from_pretrained(model, trust_remote_code=trusts)
     except Exception:  # of any kind, by what the folder holds; whoever loads the model says it
         return True, f"; the architecture of {model} cannot be read yet"
     if is_vision(found):
         return False, f"{found.model_type}, which sees,"
-    return (False, str(found.model_type)) if foreign_layers(found) else (True, "")
+    try:
+        with attending(without_weights(model, trust_remote_code=trusts)) as takes_attention:
+            is_known = takes_attention and not foreign_layers(found)
+    except ValueError:  # from classes that take no other attention, or a type that generates no text
+        is_known = False
+    return (True, "") if is_known else (False, str(found.model_type))
 
 
 def _vllm_mistake(keys: Mapping[str, Any], group: DeviceGroup | None) -> str | None:

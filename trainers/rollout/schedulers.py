@@ -16,8 +16,11 @@ its own.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import inspect
+import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -26,6 +29,7 @@ from typing import Any
 
 from trainers.data.rows import prompt_of
 from trainers.plugins import ENVIRONMENTS, GAMES, exits_are_errors, named
+from trainers.rollout import openenv
 from trainers.rollout.environments import Environment, Message, Opening, Reply, Rewritten, answered, resolve_environment
 
 IMAGES = ("images", "videos", "audios")
@@ -213,6 +217,83 @@ class GYMScheduler(MultiTurnScheduler):
         return game
 
 
+class OpenEnvScheduler(GYMScheduler):
+    """Plays a game on a server of OpenEnv with each episode: ``openenv_scheduler``.
+
+    Rows have ``env_config: {base_url: ..., system_message: ..., reset_kwargs: ...}``. A class of yours turns the
+    model's text into an action (``parse_action``) and an observation into text (``format_observation``). The names of
+    its state are ms-swift's, for the classes that read it.
+    """
+
+    def __init__(self, infer_engine: Any = None, max_turns: int | None = None, **kwargs: Any) -> None:
+        super().__init__(infer_engine, max_turns, **kwargs)
+        self._envs: dict[str | None, Any] = {}
+        self._total_rewards: dict[str | None, float] = {}
+        self._step_rewards: dict[str | None, list[float]] = {}
+        self._pending_obs: dict[str | None, str | None] = {}
+
+    async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
+        for request in requests:
+            number, own = request.uuid, request.data_dict.get("env_config") or {}
+            env_config = {**getattr(self, "env_config_defaults", {}), **own}
+            game: Any = self._create_env(env_config)
+            observation, _ = await asyncio.to_thread(game.reset)
+            system = env_config.get("system_message")
+            opening = [{"role": "system", "content": system}] if system else []
+            request.messages = [*opening, {"role": "user", "content": self.format_observation(observation)}]
+            self._envs[number], self._total_rewards[number] = game, 0.0
+            self._step_rewards[number], self._pending_obs[number] = [], None
+
+    async def on_turn_end(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> dict[str, Any]:
+        number = infer_request.uuid
+        action = self.parse_action(response_choice.message.content)
+        observation, reward, done, _ = await asyncio.to_thread(self._envs[number].step, action)
+        self._total_rewards[number] += float(reward)
+        self._step_rewards[number].append(float(reward))
+        self._pending_obs[number] = None if done else self.format_observation(observation)
+        infos = {"total_reward": self._total_rewards[number], "step_rewards": [*self._step_rewards[number]]}
+        if done:
+            await self._close_and_remove(number)
+        return {"done": done, "rollout_infos": {**infos, "gym_done": done}}
+
+    def step(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> dict[str, Any]:
+        observation = self._pending_obs.get(infer_request.uuid)
+        if observation is not None:
+            infer_request.messages.append({"role": "user", "content": observation})
+            self._pending_obs[infer_request.uuid] = None
+        return {"infer_request": infer_request}
+
+    def parse_action(self, text: str) -> Any:
+        """The action that the model's text asks for: a mapping in JSON, fenced or not, else {"message": text}."""
+        text = text.strip()
+        lines = text.splitlines()
+        if len(lines) > 1 and lines[0].startswith("```") and lines[-1].strip().startswith("```"):
+            text = "\n".join(lines[1:-1]).strip()
+        try:
+            found = json.loads(text)
+        except ValueError:
+            return {"message": text}
+        return found if isinstance(found, dict) else {"message": str(found)}
+
+    def format_observation(self, observation: Any) -> Any:
+        """What the model reads of an observation: JSON."""
+        return json.dumps(observation, ensure_ascii=False, default=str)
+
+    def _create_env(self, env_config: Mapping[str, Any]) -> Any:
+        return openenv.OpenEnvGame(env_config)
+
+    async def _close_and_remove(self, uuid: str | None) -> None:
+        game = self._envs.pop(uuid, None)
+        if game is not None:
+            await asyncio.to_thread(game.close)
+        for state in (self._total_rewards, self._step_rewards, self._pending_obs):
+            state.pop(uuid, None)
+
+
 def _accuracy(completions: Sequence[str], solution: Sequence[str]) -> list[float]:
     from trainers.rewards.ms_swift import ms_swift_accuracy
 
@@ -246,6 +327,11 @@ class Scheduled:
             raise ValueError(
                 f"multi_turn_scheduler {self.name!r} is {self.kind!r} ({bases}), and no class of MultiTurnScheduler, "
                 "MathTipsScheduler or GYMScheduler. Write it as one of these."
+            )
+        if issubclass(self.kind, OpenEnvScheduler) and not openenv.is_installed():
+            raise ValueError(
+                f"multi_turn_scheduler {self.name!r} plays on servers of OpenEnv, whose client is not installed. pip "
+                "install openenv."
             )
         for method in ("run", "async_infer"):
             owner = next((kind for kind in self.kind.__mro__ if method in vars(kind)), RolloutScheduler)
@@ -286,6 +372,13 @@ def environment_named(spec: Any, *, max_turns: int | None, tokenizer: Any = None
     return made
 
 
+def _plugins_imports() -> contextlib.AbstractContextManager[None]:
+    """Inside, methods of a plugin's scheduler may import from ``swift`` as the plugin did."""
+    from trainers.swift_stand_in import shown
+
+    return shown.importable()
+
+
 class ScheduledEpisode:
     """One episode that a scheduler plays."""
 
@@ -305,7 +398,7 @@ class ScheduledEpisode:
         data = {**columns, **(row.get("data_dict") or {})}
         self.request = RolloutInferRequest(messages, tools=row.get("tools"), data_dict=data, uuid=uuid.uuid4().hex)
         before = deepcopy(messages)
-        with exits_are_errors(f"{self.name}.on_trajectory_start"):
+        with exits_are_errors(f"{self.name}.on_trajectory_start"), _plugins_imports():
             await answered(self.scheduler.on_trajectory_start([self.request]))
         self._refuse_images()
         return None if self.request.messages == before else Opening(deepcopy(self.request.messages))
@@ -315,6 +408,10 @@ class ScheduledEpisode:
 
     async def step_turn(self, text: str, turn: Any) -> Reply:
         """The reply to a ``Turn``, whose text is ``text``."""
+        with _plugins_imports():
+            return await self._step_turn(text, turn)
+
+    async def _step_turn(self, text: str, turn: Any) -> Reply:
         self.num_turns += 1
         number, request, scheduler = self.num_turns, self.request, self.scheduler
         ids = turn.ids if turn.truncated else turn.ids[:-1]
@@ -333,6 +430,8 @@ class ScheduledEpisode:
         reward = self._note(ended.get("rollout_infos"))
         is_finished = scheduler.check_finished(request, choice, number)
         if ended.get("done", is_finished) or (self.max_turns and number >= self.max_turns):
+            if isinstance(scheduler, OpenEnvScheduler):
+                await scheduler._close_and_remove(request.uuid)
             return Reply(done=True, reward=reward, infos=dict(self.infos))
         before = deepcopy(request.messages)
         result = await answered(scheduler.step(request, choice, number))
@@ -423,9 +522,13 @@ class ScheduledEpisode:
 
 NAMES = (  # of ms-swift's classes, for plugins
     *(RolloutInferRequest, ChatMessage, ChatCompletionResponseChoice, Env),
-    *(RolloutScheduler, MultiTurnScheduler, MathTipsScheduler, GYMScheduler),
+    *(RolloutScheduler, MultiTurnScheduler, MathTipsScheduler, GYMScheduler, OpenEnvScheduler),
 )
-BUILT_IN = {"math_tip_trick": MathTipsScheduler, "gym_scheduler": GYMScheduler}
+BUILT_IN = {
+    "math_tip_trick": MathTipsScheduler,
+    "gym_scheduler": GYMScheduler,
+    "openenv_scheduler": OpenEnvScheduler,
+}
 for _name, _kind in BUILT_IN.items():
     ENVIRONMENTS.register(_name)(Scheduled(_name, _kind))
 

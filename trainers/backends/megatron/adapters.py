@@ -90,8 +90,8 @@ class MegatronAdapter:
         self._config = config
         self.targets = chosen_targets(config, self.settings, num_stages=self._pipeline.size())
         self.wholes = whole_names(config, self.settings)
-        if value_head and HEAD in self.wholes:
-            raise ConfigError("lora_kwargs: modules_to_save has lm_head, but a model with a linear head has none.")
+        if value_head:  # which has no head of words, and in peft nothing of its name
+            self.wholes -= {HEAD}
         self._has_parts = set(PARTS) <= set(self.settings.get("modules_to_save") or ())
         if self._has_parts:
             assert tower is not None, "who checks the configuration says that there is none"

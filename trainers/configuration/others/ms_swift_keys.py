@@ -243,7 +243,7 @@ def _optimizer(given: GivenKeys) -> None:
             given.refuse(
                 name,
                 "optimizer muonclip is not supported: it clips queries and keys by the largest score of attention, "
-                "which torch's attention does not give. Write optim: muon, and remove optim_args",
+                "which torch's attention does not give. Write optimizer: muon, and remove optim_args",
             )
     name = "optimizer_cpu_offload"
     if given.foreign(name) and "optimizer_offload" in given.known and given.get(name) is True:

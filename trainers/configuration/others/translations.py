@@ -53,8 +53,6 @@ TRUNCATIONS = {  # ms-swift's truncation_strategy: ours, and what becomes of row
 SCHEDULERS_NOT_BUILT = {
     "thinking_tips_scheduler": "it makes a sample of each turn, which is not supported. Write math_tip_trick, or a "
     "scheduler of yours with check_finished and step",
-    "openenv_scheduler": "it plays on OpenEnv's servers, which is not supported. Write gym_scheduler with gym_env, "
-    "whose class asks the server",
 }
 SHARES = ("eval_steps", "save_steps", "logging_steps")  # below 1 a share of the run's steps to transformers
 COSINE = {  # arguments of ms-swift's reward cosine, in TRL's words

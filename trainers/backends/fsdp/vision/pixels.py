@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rayhelper import ConfigError
 from trainers.backends.fsdp.vision.parts import Part, freeze, linear_layers, part_of
 from trainers.backends.scores.inputs import Dummy
 from trainers.data.images.kept import Kept
@@ -27,6 +28,7 @@ from trainers.data.images.pictures import Medium, Pictures
 from trainers.data.images.processor import Processors, has_videos, is_vision, processed, token_of
 
 IMAGE, VIDEO = 1, 2  # kinds of tokens, as transformers marks them
+FRAMES = "pixel_values_videos"
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 DUMMY_SIZE = 28  # pixels
 FILES = (  # of a processor; of those that a tokenizer writes too the run's own are kept
@@ -78,10 +80,19 @@ class Vision:
     def seen(self, images: Sequence[Pictures]) -> Pixels:
         """The pixels of all rows in order, of pictures and of videos; none if no row has any.
 
+        Raises ConfigError for videos of several numbers of frames, of a model that takes only one together.
+
+
         Some processors make fewer pixels of a picture that has others beside it, so a document is processed by itself.
         """
         found = [self._pixels(document) for row in images if row for document in documents_of(row)]
         names = dict.fromkeys(name for pixels in found for name in pixels)
+        if len(shapes := {pixels[FRAMES].shape[1:] for pixels in found if FRAMES in pixels}) > 1:
+            counts = ", ".join(sorted(str(shape[0]) for shape in shapes))
+            raise ConfigError(
+                f"the videos of a micro-batch have {counts} frames. {type(self.module).__name__} takes one number of "
+                "frames together. Write per_device_train_batch_size: 1, or give all videos the same number of frames."
+            )
         return {name: joined([pixels[name] for pixels in found if name in pixels]) for name in names}
 
     def num_towers(self, images: Sequence[Pictures] | None) -> int:

@@ -84,8 +84,11 @@ def may_end(request: Any, token: int, max_model_len: int) -> bool:
         or token in (params.stop_token_ids or ())
         or request.num_output_tokens + 1 >= request.max_tokens
         or request.num_tokens + 1 >= max_model_len
-        or bool(getattr(params, "repetition_detection", None))
+        or params.repetition_detection is not None
     )
+
+
+_DECODES = {"num_lookahead_tokens": 0}  # what else a scheduler says as it asks for a decoding step
 
 
 class Pages:
@@ -99,27 +102,21 @@ class Pages:
         self.cache = cache
         self.pages = cache.coordinator.single_type_managers[0]
         self.page, self.enables_caching = self.pages.block_size, cache.enable_caching
+        self._held, self._num_cached = self.pages.req_to_blocks, self.pages.num_cached_block
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *unnamed: Any, **settings: Any) -> Any:
-        num_tokens = request.num_computed_tokens + num_new_tokens
-        if (
-            num_new_tokens == 1
-            and not unnamed
-            and settings == {"num_lookahead_tokens": 0}
-            and num_tokens <= len(self.pages.req_to_blocks.get(request.request_id, ())) * self.page
-            and self._is_cached(request, min(num_tokens, request.num_tokens))
-        ):
-            return self.cache.empty_kv_cache_blocks
+        if num_new_tokens == 1 and not unnamed and settings == _DECODES:
+            num_tokens = request.num_computed_tokens + 1
+            if num_tokens <= len(self._held.get(request.request_id, ())) * self.page and (
+                not self.enables_caching
+                or min(num_tokens, request.num_tokens) // self.page <= self._num_cached.get(request.request_id, 0)
+            ):
+                return self.cache.empty_kv_cache_blocks
         return self.cache.allocate_slots(request, num_new_tokens, *unnamed, **settings)
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
-        if not self._is_cached(request, num_computed_tokens):
+        if self.enables_caching and num_computed_tokens // self.page > self._num_cached.get(request.request_id, 0):
             self.cache.cache_blocks(request, num_computed_tokens)
-
-    def _is_cached(self, request: Any, num_tokens: int) -> bool:
-        """Whether all whole pages of so many tokens can be found by other requests, or none ever can."""
-        num_cached = self.pages.num_cached_block.get(request.request_id, 0)
-        return not self.enables_caching or num_tokens // self.page <= num_cached

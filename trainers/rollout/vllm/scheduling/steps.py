@@ -150,7 +150,7 @@ class Steps:
             and not is_stale(request)
             and params is not None
             and params.num_logprobs is not None
-            and not getattr(params, "repetition_detection", None)
+            and params.repetition_detection is None
             and not request.use_structured_output
             and not request.resumable
             and not (request.has_encoder_inputs and self._holds_pictures(request))

@@ -14,7 +14,7 @@ another one after new weights.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain
@@ -170,24 +170,24 @@ class Features:
             said = " ".join(str(error).split())
             raise ConfigError(f"vLLM does not take the {len(pictures)} pictures of a prompt: {said}") from error
         ids = np.array(request.prompt_token_ids, np.int64)
-        features = [_narrowed(feature) for feature in request.mm_features]
+        features = [_narrowed(feature, ids, self.picture_ids) for feature in request.mm_features]
         spans = [(feature, feature.mm_position.offset) for feature in features]
         return [(ids[start : start + feature.mm_position.length], feature) for feature, start in spans]
 
 
-def _narrowed(feature: Any) -> Any:
-    """From the first to the last token that stands for a part of the picture.
+def _narrowed(feature: Any, ids: np.ndarray, picture_ids: Sequence[int]) -> Any:
+    """From the first to the last token that stands for a part of the picture, ``picture_ids``.
 
     Tokens around them may be one with what stands beside the picture in a prompt: Gemma 3 has blank lines there.
     """
     position = feature.mm_position
     if position.is_embed is None:
         return feature
-    places = position.is_embed.nonzero().flatten().tolist()
-    first, end = places[0], places[-1] + 1
-    is_embed = position.is_embed[first:end]
-    told = {"offset": position.offset + first, "length": end - first}
-    return replace(feature, mm_position=replace(position, **told, is_embed=None if is_embed.all() else is_embed))
+    own = ids[position.offset : position.offset + position.length]
+    places = np.flatnonzero(np.isin(own, picture_ids))
+    first, end = int(places[0]), int(places[-1]) + 1
+    told = {"offset": position.offset + first, "length": end - first, "is_embed": position.is_embed[first:end]}
+    return replace(feature, mm_position=replace(position, **told))
 
 
 def _place(tokens: np.ndarray, ids: np.ndarray, start: int) -> int | None:

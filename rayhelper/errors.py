@@ -39,7 +39,7 @@ class ShardError(RayHelperError, ValueError):
 
 
 class PlacementError(RayHelperError, RuntimeError):
-    """The cluster does not have, or did not provide in time, what the device groups ask for."""
+    """The cluster does not have the resources of the device groups, or did not provide them in time."""
 
 
 class WorkerError(RayHelperError, RuntimeError):

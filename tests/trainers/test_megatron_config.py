@@ -651,7 +651,7 @@ def test_losses_that_balance_experts_in_another_way_are_refused(further: dict[st
 
 @pytest.mark.parametrize(("name", "value"), [("moe_input_jitter_eps", 0.01), ("moe_router_force_load_balancing", True)])
 def test_fields_that_make_scores_random_are_refused(name: str, value: Any) -> None:
-    assert f"megatron: {name} sends tokens to experts at random, in scoring as in training" in refused(name, value)
+    assert f"megatron: {name} sends tokens to random experts, also in scoring" in refused(name, value)
     check_fields({name: known_fields()[name]["transformer"]})
 
 

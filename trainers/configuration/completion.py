@@ -176,7 +176,7 @@ def check_model_len(config: CompletionConfig) -> None:
     if isinstance(length, int) and 0 <= length < config.max_completion_length + (prompt or 1):
         raise ConfigError(
             f"{told} has no room for a prompt of {prompt or 'at least 1'} and a completion of "
-            f"{config.max_completion_length} tokens: raise it, or lower max_prompt_length or max_completion_length."
+            f"{config.max_completion_length} tokens. Raise it, or lower max_prompt_length or max_completion_length."
         )
 
 

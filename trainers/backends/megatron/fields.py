@@ -87,8 +87,7 @@ BALANCES = {  # and why not; None: it is known
     "sinkhorn": "sends tokens to other experts in training than in scoring",
 }
 AT_RANDOM = (
-    "sends tokens to experts at random, in scoring as in training: no two log-probabilities of the same tokens would "
-    "be equal"
+    "sends tokens to random experts, also in scoring. No two log-probabilities of the same tokens would be equal"
 )
 WRONG_HERE = {  # and why
     "moe_pad_expert_input_to_capacity": "exchanges as many rows between workers as each has tokens, but their "

@@ -242,8 +242,8 @@ def _optimizer(given: GivenKeys) -> None:
             given.take(name)
             given.refuse(
                 name,
-                "optimizer muonclip is not supported: it clips queries and keys by the largest score of attention, "
-                "which torch's attention does not give. Write optimizer: muon, and remove optim_args",
+                "optimizer muonclip is not supported: it needs the largest score of attention, which torch's "
+                "attention does not return. Write optimizer: muon, and remove optim_args",
             )
     name = "optimizer_cpu_offload"
     if given.foreign(name) and "optimizer_offload" in given.known and given.get(name) is True:

@@ -39,7 +39,7 @@ class ShardError(RayHelperError, ValueError):
 
 
 class PlacementError(RayHelperError, RuntimeError):
-    """The cluster does not have, or did not provide in time, what the device groups ask for."""
+    """The cluster does not have the resources of the device groups, or did not provide them in time."""
 
 
 class WorkerError(RayHelperError, RuntimeError):
@@ -55,7 +55,7 @@ class DeadlineError(WorkerError, TimeoutError):
 
 
 class CallCancelledError(RayHelperError, concurrent.futures.CancelledError):
-    """A call was given up: by ``Future.cancel``, or because another worker of the call failed."""
+    """A call was cancelled by ``Future.cancel``, or because another worker of the call failed."""
 
 
 class ChannelError(WorkerError):

@@ -96,14 +96,14 @@ class RayHelper:
         execute: Literal["first", "all"] = "all",
         collect: Literal["none", "flatten"] | Callable[..., Any] = "none",
     ) -> _Function:
-        """Method decorator: the role it belongs to, and how its calls travel when that role runs elsewhere.
+        """Method decorator: the role of the method, and how its calls are sent if the role runs on workers.
 
         Args:
-            group: The role; 'driver' for methods that only the driver runs; 'own', in a base class without roles, for
-                methods that have the one role of the class that inherits them.
-            dispatch: 'all' sends the arguments to every worker, 'slice' cuts them along their first dimension, a
-                callable ``f(n, i, data)`` returns what shard i of n gets, ``RayHelper.balanced(...)`` cuts by cost.
-            execute: 'all' calls every worker, 'first' worker 0 alone.
+            group: The role. 'driver': only the driver runs the method. 'own', in a base class without roles: the only
+                role of the class that inherits the method.
+            dispatch: 'all' sends the arguments to every worker. 'slice' cuts them along their first dimension. A
+                callable ``f(n, i, data)`` returns the data of shard i of n. ``RayHelper.balanced(...)`` cuts by cost.
+            execute: 'all' calls every worker, 'first' only worker 0.
             collect: 'none' gives the list of the shard leaders' values, 'flatten' joins them, a callable gets the list.
 
         Raises:
@@ -124,11 +124,11 @@ class RayHelper:
 
         Args:
             device_groups: Either form of the configuration, as a mapping or a JSON or YAML string.
-            runtime: 'ray'; 'torchrun', where every process runs this code; 'inprocess', workers simulated one after
-                the other; or 'off', where of the groups ``timeout_s`` alone counts.
+            runtime: 'ray'. 'torchrun': every process runs this code. 'inprocess': workers are simulated, one after the
+                other. 'off': only ``timeout_s`` of the groups has an effect.
             ray_address: A cluster to join; None joins RAY_ADDRESS if set, else starts a cluster on this machine.
             trace: A .json or .json.gz file: the timeline of every call, written at teardown.
-            strict: With 'inprocess': what would differ on Ray is an error.
+            strict: With 'inprocess': code that would behave differently on Ray raises an error.
 
         Raises:
             ConfigError: a mistake in the configuration, found before any process starts.
@@ -157,7 +157,7 @@ class RayHelper:
         trace: str | os.PathLike[str] | None = None,
         strict: bool = False,
     ) -> Iterator[None]:
-        """``initialize`` as a context manager: the workers are stopped when it is left, however it is left."""
+        """``initialize`` as a context manager. The workers are stopped at its end, also after an exception."""
         RayHelper.initialize(device_groups, runtime=runtime, ray_address=ray_address, trace=trace, strict=strict)
         try:
             yield
@@ -167,11 +167,11 @@ class RayHelper:
     @staticmethod
     @contextlib.contextmanager
     def local() -> Iterator[None]:
-        """Inside, this process is as with Ray off: what is constructed here runs here, in every role.
+        """A context in which this process is as with Ray off: objects that it constructs run here, in every role.
 
-        For a short piece of work beside a running session, such as preparing a model on the driver. What was
-        constructed outside keeps its workers; what is constructed inside cannot be used after, and is no part of an
-        object whose ``__init__`` runs. Holds for all threads.
+        Use it for a short piece of work during a session, such as preparing a model on the driver. Objects from outside
+        keep their workers. Objects that are constructed inside cannot be used afterwards, and are no parts of an object
+        whose ``__init__`` runs. It applies to all threads.
         """
         outer, state.active = state.active, None
         token = begin_apart()
@@ -190,7 +190,7 @@ class RayHelper:
 
     @staticmethod
     def current() -> WorkerInfo:
-        """Who this process is. With Ray off: the one worker of everything."""
+        """The role, rank and group of this process. With Ray off: one worker with all roles."""
         if state.active is None:
             return OFF
         return state.active.current()
@@ -240,7 +240,7 @@ class RayHelper:
 
     @staticmethod
     def as_completed(waiting: Iterable[Future[R]]) -> Iterator[Future[R]]:
-        """The futures, each as soon as it is done."""
+        """An iterator over the futures, each as soon as it is done."""
         return futures.as_completed(waiting)
 
 
@@ -248,7 +248,9 @@ def _check_initialize(runtime: str, ray_address: str | None, strict: bool) -> No
     if runtime not in RUNTIMES:
         raise ConfigError(f"runtime must be one of {', '.join(map(repr, RUNTIMES))}, got {runtime!r}")
     if strict and runtime != "inprocess":
-        raise ConfigError(f"strict=True shows on runtime='inprocess' what would differ on Ray; runtime is {runtime!r}")
+        raise ConfigError(
+            f"strict=True works only with runtime='inprocess', to show differences from Ray. runtime is {runtime!r}"
+        )
     if ray_address is not None and runtime != "ray":
         raise ConfigError(f"ray_address={ray_address!r} is for runtime='ray'; runtime is {runtime!r}")
 

@@ -229,7 +229,7 @@ class Tasks(Batch):
 
 @dataclass(eq=False)
 class Rollouts(Batch):
-    """What a rollout engine gives back, one row a completion."""
+    """The completions of a rollout engine, one row per completion."""
 
     prompt_ids: Ragged  # int64
     completion_ids: Ragged  # int64; ends with the stop token unless truncated
@@ -253,7 +253,7 @@ class Rollouts(Batch):
     images: list[Pictures] | None = None  # of each prompt
 
     def samples(self, mask_truncated: bool = False) -> Samples:
-        """Prompt and completion as one sequence each; targets are the tokens that the model itself wrote.
+        """Prompt and completion as one sequence each. Targets are the tokens that the model itself wrote.
 
         ``mask_truncated``: the loss counts no token of truncated completions.
         """
@@ -305,7 +305,7 @@ class Sequences(Batch):
 
 @dataclass(eq=False)
 class Samples(Sequences):
-    """Completions to learn from; per-token columns have one entry a target token (``target_mask``)."""
+    """Completions to learn from. Per-token columns have one entry per target token (``target_mask``)."""
 
     advantages: np.ndarray | Ragged | None = None  # float32, one a sequence or one a target
     loss_mask: Ragged | None = None  # bool: True on targets that the loss counts; None: all of them

@@ -154,8 +154,8 @@ def _notes(folder: Path | None, passed_over: Mapping[Path, str]) -> tuple[str, .
     notes = []
     if passed_over:
         told = ", ".join(f"{path.name} ({why})" for path, why in passed_over.items())
-        goes_on = "no checkpoint is left, and the run starts anew" if folder is None else f"goes on from {folder.name}"
-        notes.append(f"resume_from_checkpoint: passed over {told}; {goes_on}")
+        goes_on = "the run starts from step 0" if folder is None else f"the run continues from {folder.name}"
+        notes.append(f"resume_from_checkpoint: skipped {told}; {goes_on}")
     return (*notes, *_unchecked(folder))
 
 

@@ -166,9 +166,9 @@ def _end(message: str, code: int) -> NoReturn:
 def run(trainer: Any, config: Any, header: str | None = None) -> dict[str, float]:
     """The trainer's last metrics: in this process, or with its roles on device groups if ``use_ray`` or torchrun.
 
-    From Python what the command line does: ``run(GRPOTrainer, GRPOConfig(..., use_ray=True))``. Checks come first; then
-    ``header`` is told, workers are started, and stopped in the end. With ``use_ray=False`` it is
-    ``GRPOTrainer(config).train()``, checked.
+    It does the same as the command line: ``run(GRPOTrainer, GRPOConfig(..., use_ray=True))``. It checks the
+    configuration, logs ``header``, starts the workers, trains, and stops the workers. With ``use_ray=False`` it is
+    ``GRPOTrainer(config).train()`` after the checks.
 
     Raises:
         ConfigError: a mistake in the configuration, or another run in its ``output_dir``, found before anything starts.
@@ -310,7 +310,7 @@ def placement(trainer: Any, config: Any, num_processes: int = 1) -> DeviceGroups
         if idle and not config.external_plugins:  # classes of plugins may have roles too
             raise ConfigError(
                 f"device_groups hosts {', '.join(map(repr, idle))}, but {trainer.__name__} has only the roles "
-                f"{', '.join(roles)}{nearest(idle[0], roles)}. The devices would stand idle: remove it."
+                f"{', '.join(roles)}{nearest(idle[0], roles)}. The devices would be idle: remove it."
             )
         for group in groups.groups:
             if num_processes > 1 and (group.env or group.restarts):

@@ -1,7 +1,7 @@
 """``rayhelper examples`` lists the example configurations; ``rayhelper examples copy FOLDER`` copies them to a folder.
 
-They lie in the installed package, or beside it in a checkout. A configuration names its plugins and data by paths from
-the folder in which it is run (``examples/grpo/addition.py``): in the copies these paths begin with FOLDER.
+The examples are in the installed package, or beside it in a checkout. Paths in a configuration are relative to the
+folder in which you start the run (``examples/grpo/addition.py``). In the copies these paths begin with FOLDER.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         case ["copy", folder] if not folder.startswith("-"):
             return _copied(Path(folder))
         case ["-h" | "--help"]:
-            print(f"{USAGE}\n{__doc__}", end="")
+            print(f"{USAGE}\n{(__doc__ or '').replace('``', '')}", end="")
             return 0
     print(USAGE, file=sys.stderr)
     return 2

@@ -24,7 +24,7 @@ Entry = tuple[Reduction, float, float]
 
 
 class Metrics:
-    """Named numbers, each with the rule by which its parts are joined."""
+    """Named numbers, each with the rule that joins its parts."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
@@ -37,15 +37,15 @@ class Metrics:
         self._add(name, "sum", value)
 
     def mean(self, name: str, total: Number, weight: Number) -> None:
-        """The reported value is sum(total) / sum(weight); NaN totals or zero weights count nothing."""
+        """The reported value is sum(total) / sum(weight). NaN totals and zero weights are ignored."""
         self._add(name, "mean", total, weight)
 
     def max(self, name: str, value: Number, *, count: Number = 1.0) -> None:
-        """NaN counts nothing, nor does the largest of ``count`` 0 numbers."""
+        """The largest value. NaN is ignored, and so is a value of ``count`` 0."""
         self._add(name, "max", value, count)
 
     def min(self, name: str, value: Number, *, count: Number = 1.0) -> None:
-        """As ``max``."""
+        """The smallest value, with the rules of ``max``."""
         self._add(name, "min", value, count)
 
     def same(self, name: str, value: Number) -> None:
@@ -62,7 +62,7 @@ class Metrics:
 
     @property
     def entries(self) -> dict[str, Entry]:
-        """What is known of each name: how its parts are joined, the value, and the weight of a mean."""
+        """For each name: the rule that joins its parts, the value, and the weight of a mean."""
         numbers = iter(_read([number for *_, value, weight in self._unread for number in (value, weight)]))
         unread, self._unread, self._reductions = self._unread, [], {}
         for name, reduction, *_ in unread:
@@ -96,7 +96,7 @@ class Metrics:
 
     @classmethod
     def merge(cls, parts: Iterable[Metrics]) -> Metrics:
-        """The metrics of the whole from those of its parts; fit for ``collect=Metrics.merge``."""
+        """The metrics of the whole from the metrics of its parts, for ``collect=Metrics.merge``."""
         whole = cls()
         for part in parts:
             for name, (reduction, value, weight) in part.entries.items():
@@ -106,16 +106,16 @@ class Metrics:
         return whole
 
     def without(self, *names: str) -> Metrics:
-        """These metrics but for some names, whether they are there or not."""
+        """These metrics without some names. Missing names are ignored."""
         return self._with({name: entry for name, entry in self.entries.items() if name not in names})
 
     def renamed(self, names: Mapping[str, str]) -> Metrics:
-        """These metrics, those of ``names`` that are there under their new names, in place of what had them before."""
+        """These metrics under the new names of ``names``. They replace metrics that had these names before."""
         found = {new: self.entries[old] for old, new in names.items() if old in self.entries}
         return self._with({name: self.entries[name] for name in self.entries if name not in names} | found)
 
     def only(self, prefix: str) -> Metrics:
-        """Those metrics whose names begin so."""
+        """The metrics whose names begin with the prefix."""
         return self._with({name: entry for name, entry in self.entries.items() if name.startswith(prefix)})
 
     def _with(self, entries: dict[str, Entry]) -> Metrics:
@@ -124,7 +124,7 @@ class Metrics:
         return metrics
 
     def values(self, prefix: str = "") -> dict[str, float]:
-        """The reported numbers by name, ``prefix`` before each name."""
+        """The reported numbers by name, with ``prefix`` before each name."""
         return {
             f"{prefix}{name}": value / weight if reduction == "mean" else value
             for name, (reduction, value, weight) in self.entries.items()

@@ -78,7 +78,7 @@ class Registry(Mapping[str, Any]):
         self.entries: dict[str, _Entry] = {}
 
     def register(self, name: str) -> Callable[[ObjectT], ObjectT]:
-        """A decorator that stores what it decorates under ``name`` and returns it unchanged.
+        """A decorator that stores the decorated object under ``name`` and returns it unchanged.
 
         Raises ValueError if another file, or another object of the same file, has the name already.
         """
@@ -144,9 +144,9 @@ def register_loss(
 ) -> Callable[[ObjectT], ObjectT]:
     """A decorator for a policy loss of GRPO, which ``loss_type`` then names.
 
-    The function is given a ``PolicyBatch`` (``losses/surrogates.py``, which says what it returns) and, by the names of
-    its keyword-only parameters, keys of the configuration, or arguments of ``loss_type: {name: ..., argument: value}``.
-    ``average`` and ``corrects_rollouts``: see ``PolicyLoss``.
+    The function gets a ``PolicyBatch``. ``losses/surrogates.py`` describes it and the return value. Keyword-only
+    parameters get keys of the configuration, or arguments of ``loss_type: {name: ..., argument: value}``. ``average``
+    and ``corrects_rollouts``: see ``PolicyLoss``.
 
     Raises: ValueError if the name is taken by another function.
     """
@@ -163,9 +163,9 @@ def register_advantage(
 ) -> Callable[[ObjectT], ObjectT]:
     """A decorator for an advantage estimator of GRPO, which ``advantage_estimator`` then names.
 
-    The function is given a ``RewardBatch`` (``rewards/estimators.py``, which says what it returns) and, by the names of
-    its keyword-only parameters, keys of the configuration, or arguments that ``advantage_estimator: {name: ...,
-    argument: value}`` holds. The other parameters: see ``AdvantageEstimator``.
+    The function gets a ``RewardBatch``. ``rewards/estimators.py`` describes it and the return value. Keyword-only
+    parameters get keys of the configuration, or arguments of ``advantage_estimator: {name: ..., argument: value}``. The
+    other parameters: see ``AdvantageEstimator``.
 
     Raises: ValueError if the name is taken by another function.
     """

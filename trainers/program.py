@@ -35,7 +35,7 @@ from trainers.configuration.reading.folders import configuration_named, configur
 from trainers.configuration.reading.secrets import masked
 from trainers.configuration.reading.text import as_yaml
 
-ON_RAY_BECAUSE = "workers that train hold no part of an engine: role rollout has processes of its own on their GPUs"
+ON_RAY_BECAUSE = "workers that train hold no part of an engine: role rollout has its own processes on their GPUs"
 ASKS = {"--help", "-h", "--print_config"}
 SAID = re.compile(r"[A-Za-z_]\w*=")  # a variable before a command
 MODULE = "rayhelper.trainers"  # as processes are told to run it: no folder of a user's has that name
@@ -133,14 +133,15 @@ def _help_of(words: Sequence[str]) -> str:
         return (
             f"usage: {program_name()} {words[0]} COMMAND [FILE] [--key VALUE ...]\nA command of ms-swift, with its "
             f"keys and defaults. COMMAND is one of {', '.join(known)}.\n"
-            f"Help of one: {program_name()} {words[0]} sft --help"
+            f"Help of one command: {program_name()} {words[0]} sft --help"
         )
     is_rlhf = words[0] == RLHF or (words[0] in PROGRAMS and words[1] == RLHF)
     if asks and is_rlhf and not any(word.partition("=")[0] in ("--rlhf_type", "--config") for word in words):
         of_what = " ".join(words[: 1 + (words[0] in PROGRAMS)])
         return (
             f"usage: {program_name()} {of_what} --rlhf_type TYPE [--config FILE] [--key VALUE ...]\nThe trainer that "
-            f"TYPE names: {', '.join(rlhf_types())}.\nHelp of one: {program_name()} {of_what} --rlhf_type dpo --help"
+            f"TYPE names: {', '.join(rlhf_types())}.\n"
+            f"Help of one type: {program_name()} {of_what} --rlhf_type dpo --help"
         )
     return ""
 

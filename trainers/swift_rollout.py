@@ -198,8 +198,8 @@ def asked(port: int, wait_s: float) -> Offer:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"vllm_mode server: nobody answers at {where} ({error}). Start rayhelper swift rollout "
-                    f"--model MODEL --port {port} first, on the GPUs of the engine."
+                    f"vllm_mode server: no server answers at {where} ({error}). Start rayhelper swift rollout --model "
+                    f"MODEL --port {port} first, on the GPUs of the engine."
                 ) from None
             if not is_told:
                 print(f"waiting up to {wait_s:g} s for swift rollout at {where}", file=sys.stderr, flush=True)
@@ -209,8 +209,8 @@ def asked(port: int, wait_s: float) -> Offer:
 
 def _another(where: str) -> str:
     return (
-        f"vllm_mode server: what answers at {where} is not rayhelper swift rollout. Start that one, which "
-        "gives its GPUs to the run, in place of ms-swift's own or TRL's."
+        f"vllm_mode server: the server at {where} is not rayhelper swift rollout. Start that command, which "
+        "gives its GPUs to the run, instead of the server of ms-swift or TRL."
     )
 
 

@@ -50,12 +50,12 @@ SENSES = (  # the same of models that see or hear, by what the refusal holds
     (r"backend: megatron cannot be|dataset: .* have images", "pictures with Megatron, or to a model that hears"),
     (r"dataset: .* rows have (videos|audios)", "videos and sounds"),
     (
-        r"has no configuration that can be read|comes with code of its own",
+        r"has no configuration that can be read|brings its own code",
         "models whose code comes with them, and not with transformers",
     ),
-    (r"has a reranker of its own code", "models whose code comes with them, and not with transformers"),
+    (r"has its own reranker code", "models whose code comes with them, and not with transformers"),
     (
-        r"no class that AutoModelFor|has no (sequence )?classifier|also hears and speaks",
+        r"no class that AutoModelFor|has no (sequence )?classifier|also hears and speaks|is also an audio model",
         "models that hear, and classifiers that see",
     ),
     (r"no files of an image processor", "no stand-in here: the processor is not tried"),

@@ -72,23 +72,24 @@ _HANDOVERS: WeakValueDictionary[str, Handover] = WeakValueDictionary()  # by cha
 
 
 class Channel:
-    """Who sends to how many, and how. Made on the driver, passed to both sides, used for any number of rounds.
+    """A stream of tensors from one worker to others. Make it on the driver and pass it to both sides. It serves any
+    number of rounds.
 
-    num_receivers: how many workers call ``receive`` in each round; one calls ``send``.
-    bucket_mb: megabytes of a bucket; each side holds three. A larger tensor spans several.
-    timeout_s: how long any wait of either side may take, not a whole round.
-    transport: how the bytes travel; ``auto`` takes the first that fits of cuda_ipc, nccl, shared_memory, gloo.
-        ``local``: sender and receivers are one process. So it is for ``auto`` in the process that made the channel; a
-        driver that itself sends to its workers, or receives from one, must name another.
-    host: under which address the workers reach this process; None: loopback if all of them are on this machine as far
-        as one can tell, else the address by which this machine reaches the others.
+    num_receivers: the number of workers that call ``receive`` in each round. One worker calls ``send``.
+    bucket_mb: megabytes per bucket. Each side holds three buckets. A larger tensor spans several buckets.
+    timeout_s: the limit of each single wait of either side, not of a whole round.
+    transport: how the bytes are sent. ``auto`` takes the first that fits of cuda_ipc, nccl, shared_memory, gloo.
+        ``local``: sender and receivers are one process. ``auto`` takes it in the process that made the channel. If the
+        driver itself sends to its workers, or receives from one, name another transport.
+    host: the address at which the workers reach this process. None: loopback if all workers seem to be on this machine.
+        Otherwise the address from which it reaches other machines.
     name: for messages.
-    authenticate_payload: whether buckets that travel by gloo carry a code that nobody can make who does not know the
-        channel's key. It costs both sides 1 s for 1.2 GB on each core that hashes, of up to four. False: somebody who
-        can reach the ports of a worker might change weights. Messages are authenticated in either case. nccl's buckets
-        stay on GPUs and carry a checksum only; those of shared_memory and cuda_ipc travel over no port.
+    authenticate_payload: whether gloo's buckets carry a code that only the channel's key can make. It costs both sides
+        1 s for 1.2 GB on each core that hashes, with up to four cores. False: somebody who can reach the ports of a
+        worker might change weights. Messages are authenticated in either case. nccl's buckets stay on GPUs and carry
+        only a checksum. shared_memory and cuda_ipc use no port.
 
-    After a failure on either side a channel is of no further use; make another.
+    After a failure on either side, make another channel.
     """
 
     def __init__(
@@ -123,15 +124,15 @@ class Channel:
         self._closed = False
 
     def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Receipt:
-        """What was sent, once every receiver has read all of it. One process calls this, once a round.
+        """The receipt of the round, after every receiver has read all tensors. One process calls this, once per round.
 
-        ``named_tensors`` is consumed as buckets become free. Every name may come once; two names may share a tensor.
+        ``named_tensors`` is consumed as buckets become free. Every name may occur once. Two names may share a tensor.
         In one process the tensors are handed over, not copied.
 
         Raises:
             ChannelError: a receiver failed or died, the channel was closed, or an item is no tensor that can be sent.
             DeadlineError: a receiver did not come, or did not read on, for ``timeout_s``.
-            Exception: what ``named_tensors`` raised, as it is; the receivers get a ChannelError with its text.
+            Exception: an exception of ``named_tensors``, unchanged. The receivers get a ChannelError with its text.
         """
         if not self._is_local():
             return send(self._link("sender"), named_tensors)
@@ -141,12 +142,12 @@ class Channel:
         return _local_receipt(handover.tensors)
 
     def receive(self, *, copy: bool = True, device: torch.device | str | None = None) -> Reception:
-        """Iterates over (name, tensor) of one round. Every receiver calls this once a round and reads to the end.
+        """Iterates over (name, tensor) of one round. Every receiver calls this once per round and reads to the end.
 
-        copy: with False, a tensor may lie in the bucket: it is valid until the next one is asked for, and must not be
-            written to. In one process the tensors are the sender's own in either case.
-        device: where the tensors shall be. None: on the current GPU for cuda_ipc and nccl, which are taken only if this
-            process has used one, else on the CPU. In one process: where they are.
+        copy: with False, a tensor may be a part of the bucket. It is valid until the next one is read, and must not be
+            written to. In one process the tensors are always the sender's own.
+        device: the device of the tensors. None: the current GPU for cuda_ipc and nccl (taken only if this process has
+            used a GPU), else the CPU. In one process they stay on their device.
 
         Raises, while iterating:
             ChannelError: the sender failed or died, the channel was closed, or other bytes came than were sent.
@@ -163,14 +164,14 @@ class Channel:
 
     @property
     def identity(self) -> str:
-        """The same for all copies of a channel, wherever they are, and another one for every other channel."""
+        """The identity of the channel: the same for all of its copies, and different for every other channel."""
         return self._terms.id
 
     def is_offered(self) -> bool:
-        """Whether the sender has begun a round that this process has not received: ``receive`` then need not wait.
+        """Whether the sender has begun a round that this process has not received: If True, ``receive`` need not wait.
 
-        For receivers that have other work to do meanwhile. In other processes than the sender's it is True from the
-        second round on alone, as in the first both sides have yet to meet.
+        For receivers with other work. Outside of the sender's process it is True only from the second round on: both
+        sides first have to meet.
 
         Raises:
             ChannelError: the sender failed or died, or the channel was closed.
@@ -185,7 +186,7 @@ class Channel:
         return any(line.inbox for line in link.lines.peers)
 
     def close(self) -> None:
-        """Frees what this process holds of the channel. On the driver it ends the channel for everybody."""
+        """Frees this process's part of the channel. On the driver it ends the channel for all processes."""
         self._closed = True
         self._handover.close()
         for key in [key for key in _LINKS if key[0] == self._terms.id]:
@@ -245,8 +246,8 @@ class Channel:
         tensors = self._handover.tensors
         if tensors is None:
             raise ChannelError(
-                f"channel {self._terms.name!r}, receiver: nothing was sent. In one process send() must be called "
-                f"first, and what it sent can be received num_receivers={self._terms.num_receivers} times."
+                f"channel {self._terms.name!r}, receiver: nothing was sent. In one process call send() first. "
+                f"It can be received num_receivers={self._terms.num_receivers} times."
             )
         self._handover.num_left -= 1
         if not self._handover.num_left:

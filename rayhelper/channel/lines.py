@@ -145,7 +145,7 @@ class Lines:
         try:
             line.read()
         except AuthenticationError as error:
-            raise ChannelError(f"{self.where()}: what came from {line.peer} is not authentic: {error}.") from None
+            raise ChannelError(f"{self.where()}: the message from {line.peer} is not authentic: {error}.") from None
         finally:
             if line.inbox and line.inbox[-1]["op"] == "error":
                 raise ChannelError(f"{self.where()}: {line.peer} failed: {line.inbox[-1]['text']}")

@@ -271,8 +271,8 @@ def _dial(link: Link) -> Line:
         connection, session = dial(address, link.key, link.terms.purpose, timeout_s)
     except OSError as error:
         raise ChannelError(
-            f"{link.where()}: the sender at {address[0]}:{address[1]} lets nobody in ({error}). Either it is gone, or "
-            f"it already has its {link.terms.num_receivers} receivers: is num_receivers right?"
+            f"{link.where()}: the sender at {address[0]}:{address[1]} accepts no connection ({error}). Either it has "
+            f"ended, or it already has its {link.terms.num_receivers} receivers: is num_receivers right?"
         ) from error
     return Line(connection, session, "the sender")
 

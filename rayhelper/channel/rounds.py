@@ -33,10 +33,10 @@ _LOOK_S = 0.0002  # how often a receiver looks, between two tensors, whether the
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a round moved, as one side saw it; equal on both sides.
+    """The amount and checksum of a round, as one side saw it. It is equal on both sides.
 
-    ``num_bytes`` counts the tensors alone. ``checksum`` covers names, types, shapes and bytes; it is None where sender
-    and receiver are one process and nothing was copied.
+    ``num_bytes`` counts only the tensors. ``checksum`` covers names, types, shapes and bytes. It is None if sender and
+    receiver are one process and nothing was copied.
     """
 
     num_tensors: int

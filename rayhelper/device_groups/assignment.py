@@ -73,12 +73,12 @@ def _check_ranks(
     if width > nproc_per_node:
         mistakes.note(
             f"gpus_per_worker {width} of group {group.name!r} is more than nproc_per_node {nproc_per_node}, and a "
-            f"worker lies on one node. Make it at most {nproc_per_node}."
+            f"worker is on one node. Make it at most {nproc_per_node}."
         )
         return
     if ranks and nnodes is not None and ranks[-1] >= nproc_per_node * nnodes:
         mistakes.note(
-            f"rank {ranks[-1]} of group {group.name!r} lies beyond the nodes: nproc_per_node {nproc_per_node} x nnodes "
+            f"rank {ranks[-1]} of group {group.name!r} is beyond the nodes: nproc_per_node {nproc_per_node} x nnodes "
             f"{nnodes} gives ranks 0 to {nproc_per_node * nnodes - 1}. Make nnodes larger, or the ranks smaller."
         )
     for start in range(0, len(ranks), max(1, width)):
@@ -86,7 +86,7 @@ def _check_ranks(
         if worker and worker[0] // nproc_per_node != worker[-1] // nproc_per_node:
             mistakes.note(
                 f"worker {start // width} of group {group.name!r} spans two nodes: gpus_per_worker {width} gives it "
-                f"ranks {list(worker)}, and nproc_per_node is {nproc_per_node}. Choose ranks that lie on one node."
+                f"ranks {list(worker)}, and nproc_per_node is {nproc_per_node}. Choose ranks on one node."
             )
             return
 

@@ -17,9 +17,9 @@ CONSTRUCTION_S = 900.0  # and a construction, unless the group's timeout_s is lo
 class DeviceGroup:
     """Named hardware: its workers are processes, each of which hosts all the group's roles.
 
-    A worker that dies, or is late for ``timeout_s``, is replaced where there are ``restarts``: its part of a call runs
-    again. Where workers share a process group, parts that others have answered run again with it, side effects
-    included, unless it is known that they ran without a collective.
+    With ``restarts``, a worker that dies or exceeds ``timeout_s`` is replaced, and its part of a call runs again. If
+    workers share a process group, answered parts of other workers run again too, with their side effects. They do not
+    if it is known that they ran without a collective.
     """
 
     name: str
@@ -36,10 +36,10 @@ class DeviceGroup:
 
     @property
     def size(self) -> int:
-        """How many accelerators, or workers on CPU, the group has."""
+        """The number of accelerators, or of workers on CPU, in the group."""
         return self.num_workers * max(1, self.gpus_per_worker)
 
     @property
     def devices_of(self) -> str:
-        """The name of the group that brings its devices along; equal for groups that share them."""
+        """The name of the group that owns the devices. It is the same for groups that share devices."""
         return self.shares_devices_with or self.name

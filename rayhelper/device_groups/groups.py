@@ -38,7 +38,7 @@ class DeviceGroups:
     ) -> DeviceGroups:
         """The groups of either form, given as a mapping or as JSON or YAML text.
 
-        A ``device_groups`` key is opened, and the keys beside it are left to whoever reads the rest of the file.
+        The value of a ``device_groups`` key is read. Keys beside it are ignored here.
 
         Raises:
             ConfigError: a mistake in the configuration, or one of ``known_roles`` that no group hosts.
@@ -55,8 +55,8 @@ class DeviceGroups:
     def read(cls, config: Mapping[str, Any] | str) -> tuple[DeviceGroups, list[ConfigError]]:
         """The groups that could be read, and every mistake; ``parse`` raises the first of them.
 
-        A group with a mistake of its own is left out of the groups. Its roles and ranks, where they can be read, still
-        count where groups are compared.
+        A group with a mistake is left out. Its roles and ranks still count in comparisons of groups, if they can be
+        read.
         """
         mistakes = Mistakes()
         return mistakes.attempt(_read, config, mistakes) or cls(()), mistakes
@@ -72,9 +72,9 @@ class DeviceGroups:
         return all_roles(self.groups)
 
     def with_default_hosts(self, hosts: Mapping[str, str]) -> DeviceGroups:
-        """The groups, every role of ``hosts`` that none of them names added to the group of the role it lives with.
+        """The groups with default hosts: each unnamed role of ``hosts`` is added to the group of its host role.
 
-        Which roles of a class those are says ``planning/role_kinds.py``.
+        ``planning/role_kinds.py`` finds these roles of a class.
         """
         groups = self
         for role, host in hosts.items():
@@ -101,7 +101,7 @@ class DeviceGroups:
         return self.driver_timeout_s is not None or any(group.timeout_s is not None for group in self.groups)
 
     def limit_of(self, role: str) -> tuple[float | None, str]:
-        """``timeout_s`` of a role's calls in this process, if it is set, and where that is, for messages."""
+        """``timeout_s`` of a role's calls in this process, if it is set, and the place that sets it, for messages."""
         if role == DRIVER:
             return self.driver_timeout_s, "timeout_s of the section 'driver' of device_groups"
         for group in self.groups:
@@ -170,7 +170,7 @@ def _opened(config: Any, mistakes: Mistakes) -> Mapping[Any, Any]:
     for name, value in whole.items():
         is_section = isinstance(value, Mapping) and any(key in value for key in PLACING_KEYS)
         if name != "device_groups" and (name in TOP_KEYS or is_section):
-            mistakes.note(f"{shown(name)} stands beside device_groups and would be ignored. Move it inside.")
+            mistakes.note(f"{shown(name)} is beside device_groups and would be ignored. Move it inside.")
     return _mapping(whole["device_groups"])
 
 

@@ -228,7 +228,7 @@ def _check_fit(asked: Mapping[int, Demand], num_nodes: int, gpus_per_node: int, 
         used = sum(demand.total() for demand in asked.values())
         missing = len(asked) - num_nodes
         findings.mistakes.note(
-            f"the groups lie on {len(asked)} nodes ({used} accelerators), and the cluster has {num_nodes} nodes x "
+            f"the groups are on {len(asked)} nodes ({used} accelerators), and the cluster has {num_nodes} nodes x "
             f"{gpus_per_node} = {num_nodes * gpus_per_node} accelerators. Add {missing} "
             f"{'node' if missing == 1 else 'nodes'}, or ask for "
             + (

@@ -121,8 +121,8 @@ def size_mistakes(
     for key, layers in sizes.given_stages.items():
         if sizes.pipeline == 1:
             yield (
-                f"{key} {layers} of {where} says how many layers a stage of a pipeline has, but {PIPELINE_KEY} is 1. "
-                f"Remove it, or make {PIPELINE_KEY} larger."
+                f"{key} {layers} of {where} sets the layers of a pipeline stage, but {PIPELINE_KEY} is 1. Remove it, "
+                f"or make {PIPELINE_KEY} larger."
             )
         elif layers % sizes.virtual_pipeline:
             yield (

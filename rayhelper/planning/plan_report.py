@@ -86,11 +86,11 @@ def as_lines(made: Plan) -> Iterator[str]:
     if findings.assumed:
         yield f"assumed: {'; '.join(findings.assumed)}"
     if any(planned.peak_bytes is not None for planned in made.groups):
-        yield f"memory is an estimate, of the fullest GPU; runtime is {_gib(RUNTIME_BYTES)} GiB set aside a process"
+        yield f"memory is an estimate, of the fullest GPU; runtime is {_gib(RUNTIME_BYTES)} GiB reserved per process"
     yield from _numbered("warning", findings.warnings)
     yield from _numbered("mistake", [str(mistake) for mistake in findings.mistakes])
     if made.is_partial:
-        yield "Groups that have a mistake of their own are not shown above."
+        yield "Groups with a mistake are not shown above."
 
 
 def _total_text(made: Plan) -> str:
@@ -118,7 +118,7 @@ def _group_lines(planned: GroupPlan, gpu_bytes: int) -> Iterator[str]:
         if role.memory is not None:
             terms = " + ".join(f"{term.name} {_gib(term.num_bytes)}" for term in role.memory.terms)
             apart = ", the optimizer's states apart from activations" if role.memory.resting else ""
-            yield f"    memory {terms} = {_gib(role.memory.at_work)} GiB a GPU{apart}"
+            yield f"    memory {terms} = {_gib(role.memory.at_work)} GiB per GPU{apart}"
         elif group.device != "CPU":
             yield f"    memory unknown: {role.unknown}"
     if planned.guests:
@@ -126,7 +126,7 @@ def _group_lines(planned: GroupPlan, gpu_bytes: int) -> Iterator[str]:
     if planned.peak_bytes is not None and group.shares_devices_with is not None:
         yield f"  memory   counted with that of {group.shares_devices_with}"
     elif planned.peak_bytes is not None:
-        yield f"  memory   peak {_gib(planned.peak_bytes)} of {_gib(gpu_bytes)} GiB a GPU{_peak_text(planned)}"
+        yield f"  memory   peak {_gib(planned.peak_bytes)} of {_gib(gpu_bytes)} GiB per GPU{_peak_text(planned)}"
 
 
 def _peak_text(planned: GroupPlan) -> str:

@@ -364,8 +364,8 @@ def _warn_of_torn(place: Place, key: str, width: int, kind: str = "tensor-parall
     ranks, nproc_per_node = place.group.ranks or (), place.run.nproc_per_node
     if torn := num_torn(ranks, width, nproc_per_node):
         place.run.findings.warnings.append(
-            f"{torn} of {len(ranks) // width} {kind} groups of {place.where} lie on several nodes ({width} "
-            f"{place.group.device} each, {nproc_per_node} a node), which is slow. Make {key} a divisor of "
+            f"{torn} of {len(ranks) // width} {kind} groups of {place.where} are on several nodes ({width} "
+            f"{place.group.device} each, {nproc_per_node} a node), so communication is slow. Make {key} a divisor of "
             f"{nproc_per_node}, and let the ranks begin at a multiple of it."
         )
 

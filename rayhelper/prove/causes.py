@@ -123,15 +123,15 @@ def cause_of(case: Case) -> Cause:
 
 
 _USUAL_OF_THE_DRIVER = (
-    "the driver's own code: random numbers that main does not seed, an order of a set or of files, the time, or what a "
-    "role changed in an object that the driver shares with it"
+    "the driver's own code. Look for random numbers that main does not seed, the order of a set or of files, or the "
+    "time. Or a role changed an object that the driver shares with it"
 )
-_USUAL_OF_CONSTRUCTORS = "random numbers without a seed, or what __init__ reads of the process (time, pid, environment)"
+_USUAL_OF_CONSTRUCTORS = "random numbers without a seed, or values of the process in __init__ (time, pid, environment)"
 _USUAL_OF_ROLES = (
-    "random numbers that both the driver and the role draw (dropout and a shuffle share one generator off: give one of "
-    "them a torch.Generator of its own), an argument that was changed in place, or state outside of the object: a "
-    "module's globals, a class's attributes, the clock, a uuid, a file that is written, the process (environment, pid, "
-    "folder, hash() of a text, the order of a set)"
+    "one of these. Random numbers of both the driver and the role: with Ray off, dropout and a shuffle share one "
+    "generator, so give one of them its own torch.Generator. An argument that was changed in place. State outside of "
+    "the object: a module's globals, a class's attributes, the clock, a uuid, or a file that is written. Or state of "
+    "the process: environment, pid, folder, hash() of a text, the order of a set"
 )
 _ROWS = "the result depends on how the rows are divided"
 _USUAL_OF_WORKERS = f"{_ROWS}: a mean over a shard, a random number a worker, a rank"
@@ -289,15 +289,15 @@ def _draws(case: Case) -> Iterator[Cause]:
         )
     yield Cause(
         "seed",
-        f"random numbers: the generator of {moved[0]} stands elsewhere in the two runs before the method draws from "
-        "it. In only one of the runs, something drew from it or seeded it: an earlier call, a library, or a seed "
-        f"from the time. {_own_generator(moved[0])}",
+        f"random numbers: the generator of {moved[0]} has different states in the two runs before the method draws "
+        "from it. Only in one run, something drew from it or seeded it, such as an earlier call, a library or the "
+        f"time. {_own_generator(moved[0])}",
     )
 
 
 def _own_generator(name: str) -> str:
     made = {"python": "random.Random(seed)", "numpy": "numpy.random.default_rng(seed)"}
-    return f"Give one of them a generator of its own, such as {made.get(name, 'torch.Generator().manual_seed(seed)')}"
+    return f"Give one of them its own generator, such as {made.get(name, 'torch.Generator().manual_seed(seed)')}"
 
 
 def _driver_draws(case: Case) -> Iterator[Cause]:
@@ -344,8 +344,8 @@ def _outside(case: Case) -> Iterator[Cause]:
 
 def _outside_words(case: Case) -> str:
     if case.place == "argument":
-        return "the driver's own code reads what differs from run to run"
-    return "what __init__ reads of the process" if case.is_constructor else "state outside of the object"
+        return "the driver's own code reads values that differ from run to run"
+    return "values of the process that __init__ reads" if case.is_constructor else "state outside of the object"
 
 
 def _settings(case: Case) -> Iterator[Cause]:
@@ -412,15 +412,15 @@ def _shared(case: Case) -> Iterator[Cause]:
         for value, call in case.evidence.changed_values:
             yield Cause(
                 "value changed in place",
-                f"a value that a role changes after it gave it: what {value} gave is changed in place by {call}. With "
-                "Ray off the driver sees the change, and on workers it does not. Return a copy",
+                f"a value that a role changes after it returned it: the value of {value} is changed in place by "
+                f"{call}. With Ray off the driver sees the change, and on workers it does not. Return a copy",
             )
         return
     for name, held in case.evidence.changed_by_driver:
         yield Cause(
             "changed in place on the driver",
-            f"the driver's own code changes {name} in place{_came_from(held, case.here[:-1])}. With Ray off they share "
-            "it, and workers have a copy of their own. Pass a copy, and pass again what has changed",
+            f"the driver's own code changes {name} in place{_came_from(held, case.here[:-1])}. With Ray off they "
+            "share it, but workers have their own copy. Pass a copy, and pass changed values again",
         )
 
 
@@ -468,13 +468,13 @@ def _shape_of(case: Case) -> Iterator[Cause]:
     if how == "order":
         yield Cause(
             "order of rows",
-            f"{rows}the order of rows: {whose} gives the same ones in another order (a shuffle, an order of a set, a "
-            "collect or dispatch function that does not keep the order)",
+            f"{rows}the order of rows: {whose} gives the same rows in another order. Look for a shuffle, the order of "
+            "a set, or a collect or dispatch function that changes the order",
         )
     words = {
         "dtype": ("dtype", "the type of numbers: a default dtype, autocast, or a conversion on the way"),
-        "device": ("device", "the device: a tensor lies elsewhere. Move it in the role that uses it"),
-        "shape": ("shape", "the number of items: padding to a longest row, or an average in the place of rows"),
+        "device": ("device", "the device: a tensor is on another device. Move it in the role that uses it"),
+        "shape": ("shape", "the number of items: padding to a longest row, or an average instead of rows"),
         "keys": ("missing key", "a key that only some workers or some steps have"),
         "type": ("type", "the type of a value, or None in its place"),
     }
@@ -491,7 +491,7 @@ def _rounding(case: Case) -> Iterator[Cause]:
     threads = f", {one} threads and {other}" if one != other else ""
     yield Cause(
         "order of sums",
-        f"the order in which real numbers are added up{threads}: the runs differ by {case.unlike.size:.1e} of the "
+        f"the order in which real numbers are added up{threads}. The runs differ by {case.unlike.size:.1e} of the "
         "numbers' size, which is rounding and no mistake",
     )
 

@@ -168,7 +168,7 @@ _PAIRS = (  # the second of a pair is compared with the first, by this tolerance
     ("two workers", TWO_APART, 0.0),  # where each role has two
     ("one worker, strict", TWO_APART, TOLERANCE),
 )
-_MEET = "its workers meet in collectives, for which they need processes of their own"
+_MEET = "its workers meet in collectives, for which they need their own processes"
 
 
 def _pairs(runs: Collection[str], *, alike: bool) -> list[tuple[str, str, float]]:
@@ -215,7 +215,7 @@ def watched(
     watcher = Watcher(sizes, observer)
     ended: Exception | None = None
     if state.active is not None:
-        raise RayHelperError("prove makes sessions of its own. Call it outside of RayHelper.session, after teardown.")
+        raise RayHelperError("prove makes its own sessions. Call it outside of RayHelper.session, after teardown.")
     if workers:
         names = [f"{_NAME_OF_GROUP}{k}" if len(groups) > 1 else "workers" for k in range(len(groups))]
         RayHelper.initialize(

@@ -71,18 +71,18 @@ class Future(Generic[R]):
         return self._asked().done()
 
     def result(self, timeout_s: float | None = None) -> R:
-        """What the call would have returned. Raises what it would have raised, or DeadlineError after ``timeout_s``.
+        """The value of the call. Raises the exception of the call, or DeadlineError after ``timeout_s``.
 
-        The call goes on after ``timeout_s``: ask again, or ``cancel`` it.
+        The call continues after ``timeout_s``: ask again, or ``cancel`` it.
         """
         value: R = self._asked().result(timeout_s)
         return value
 
     def cancel(self) -> bool:
-        """Gives the call up: workers that wait do not begin it, those that run it are interrupted.
+        """Cancels the call. Workers that wait do not begin it, and workers that run it are interrupted.
 
         Native code is interrupted when it returns to Python, and collectives at once. ``result`` then raises
-        CallCancelledError. False if the call was done before, as always with Ray off.
+        CallCancelledError. Returns False if the call was done before, which is always so with Ray off.
         """
         return self._asked().cancel()
 

@@ -78,8 +78,8 @@ class Snapshot:
                     continue
                 raise RoleError(
                     f"{title} reads self.{name}, which was set on the driver after the object was constructed. The "
-                    f"workers of role {method.role!r} still have what __init__ set. Pass the value as an argument, or "
-                    f"set it in a method of role {method.role!r}."
+                    f"workers of role {method.role!r} still have the value of __init__. Pass the value as an argument, "
+                    f"or set it in a method of role {method.role!r}."
                 )
         if names.reads_any:
             self._check_any(method, cls, held, title)

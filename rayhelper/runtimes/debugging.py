@@ -113,7 +113,7 @@ class Debugger:
     def run(self) -> int:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # input() edits lines with it
-        print(f"attached to {self.name}; c goes on, q ends the call with BdbQuit, Ctrl-D leaves", flush=True)
+        print(f"attached to {self.name}; c continues, q ends the call with BdbQuit, Ctrl-D leaves", flush=True)
         try:
             return self._talk()
         except (KeyboardInterrupt, EOFError):

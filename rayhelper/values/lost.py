@@ -42,8 +42,8 @@ def check_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tup
             what = label_of(place, names) + inside
             if isinstance(leaf, Whole):
                 raise DispatchError(
-                    f"{where}: {what} is RayHelper.whole(...) within another value. It marks an argument as a whole: "
-                    "pass it as an argument of its own."
+                    f"{where}: {what} is RayHelper.whole(...) within another value. It marks a whole argument: pass it "
+                    "as a separate argument."
                 )
             if instance_of(leaf, "torch", "Tensor"):
                 raise DispatchError(f"{where}: {_cut_graph(what, leaf)}")
@@ -78,8 +78,8 @@ def _pass(generator: Any, where: str, what: str) -> None:
     if before[0] is generator and before[1] == state:
         raise DispatchError(
             f"{where}: {what} is a random generator that was passed before. Workers draw from a copy, so they would "
-            "draw the same numbers again, where with Ray off they go on. Make the generator in the role, or pass a new "
-            "one, or a seed, with each call."
+            "draw the same numbers again. With Ray off the numbers continue. Make the generator in the role, or pass "
+            "a new one, or a seed, with each call."
         )
 
 

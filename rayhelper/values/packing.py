@@ -166,8 +166,8 @@ class Ledger:
         if changed:
             shape = tuple(changed[0].shape)
             raise DispatchError(
-                f"{where} changed a tensor that it was given (of {shape[0]} bytes) in place. The tensor lies in memory "
-                "that other workers read, and the caller would not see the change. Change a copy: tensor.clone()."
+                f"{where} changed a tensor of an argument (of {shape[0]} bytes) in place. Other workers read the same "
+                "memory, and the caller would not see the change. Change a copy: tensor.clone()."
             )
 
 

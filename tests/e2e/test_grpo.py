@@ -189,7 +189,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(models: dict[str, s
     GRPOTrainer(grpo_config(models["policy"], tmp_path / "other", **keys, ref_model=models["policy"])).train()
     assert lines(tmp_path / "own") == lines(tmp_path / "other")
     assert lines(tmp_path / "own")[2]["kl"] > 0
-    with pytest.raises(ConfigError, match="sync_ref_model needs a reference of its own"):
+    with pytest.raises(ConfigError, match="sync_ref_model needs a separate reference"):
         grpo_config(models["policy"], tmp_path, **keys, sync_ref_model=True)
 
 

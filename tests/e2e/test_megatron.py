@@ -463,7 +463,7 @@ def test_a_damaged_checkpoint_is_passed_over_in_one_line(by_two: Runs, tmp_path:
         assert choice.folder == folder / "checkpoint-1"
         (note,) = choice.notes
         assert "\n" not in note
-        assert re.search(rf"passed over checkpoint-2.*{re.escape(file)} {told}", note), note
+        assert re.search(rf"skipped checkpoint-2.*{re.escape(file)} {told}", note), note
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(

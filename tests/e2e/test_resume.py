@@ -151,8 +151,8 @@ def test_a_run_whose_worker_dies_goes_on_by_itself(
         run(SFTTrainer, sft_config(model, parted, **on_ray))
     told = [record.getMessage() for record in caplog.records if "resume_on_failure" in record.getMessage()]
     assert [line.partition(": rank 1 of group 'cpus'")[0] for line in told] == [
-        "resume_on_failure: the run begins again, as it has no checkpoint yet, 1 resumes left",
-        f"resume_on_failure: the run goes on from {parted / 'checkpoint-4'}, 0 resumes left",
+        "resume_on_failure: the run begins again, because it has no checkpoint yet, 1 resumes left",
+        f"resume_on_failure: the run continues from {parted / 'checkpoint-4'}, 0 resumes left",
     ]
     assert lines(parted)[-1]["step"] == 9
     assert final_bytes(parted) == final_bytes(whole)

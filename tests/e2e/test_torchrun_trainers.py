@@ -412,7 +412,7 @@ def test_sigterm_while_one_process_hangs_tells_where_all_are_and_ends_both(model
     of_rank_1 = told.partition("--- ranks 1\n")[2]
     assert f"{Path(__file__).name}" in of_rank_1
     assert "time.sleep(0.1)" in of_rank_1
-    assert f"stopped after step 2 of 9; saved before: {tmp_path / 'run' / 'checkpoint-2'}. To go on" in told
+    assert f"stopped after step 2 of 9; saved before: {tmp_path / 'run' / 'checkpoint-2'}. To continue" in told
     assert "SIGTERM: the step did not end within 0.1 s" in told
     assert "given up" not in (tmp_path / "told 1").read_text()
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-1", "checkpoint-2"]

@@ -488,7 +488,7 @@ def test_generations_ahead_need_devices_of_their_own(model: str, tmp_path: Path)
     with pytest.raises(ConfigError, match="max_staleness=1 generates while the policy is trained"):
         GRPOTrainer.check(config, None)
     together = {"all": {"device": "CPU", "ranks": 2, "workers": ROLES}}
-    with pytest.raises(ConfigError, match="Give role rollout a group with devices of its own"):
+    with pytest.raises(ConfigError, match="Give role rollout a group with its own devices"):
         GRPOTrainer.check(config, placement(GRPOTrainer, greedy_config(model, tmp_path, device_groups=together)))
     GRPOTrainer.check(config, placement(GRPOTrainer, greedy_config(model, tmp_path, device_groups=apart())))
 

@@ -390,7 +390,7 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
     "a worker on two nodes": (
         {**one(ranks=[0, 1, 3, 4], gpus_per_worker=2), "nproc_per_node": 4},
         "worker 1 of group 'pool' spans two nodes",
-        "Choose ranks that lie on one node",
+        "Choose ranks on one node",
     ),
     "timeout of zero": (one(timeout_s=0), "got 0", "Write e.g. 600"),
     "timeout without end": (one(timeout_s=float("inf")), "got inf", "Write e.g. 600"),

@@ -253,7 +253,7 @@ def test_a_group_for_which_no_node_is_left_is_a_placement_error(facts: dict[str,
     first, second = facts["homeless"]
     assert first == second
     assert "of group 'pair' (roles train, rollout, judge; node" in first
-    assert "could not be placed anew: the cluster cannot hold the device groups. No node is left with 2 GPU" in first
+    assert "could not be placed again: the cluster cannot hold the device groups. No node is left with 2 GPU" in first
     assert "waited 5 s" in first
 
 

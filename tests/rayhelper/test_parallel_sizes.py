@@ -78,7 +78,7 @@ SIZE_MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "layers of a stage without PP": (
         {"decoder_first_pipeline_num_layers": 2},
-        "decoder_first_pipeline_num_layers 2 of role 'train' says how many layers a stage of a pipeline has",
+        "decoder_first_pipeline_num_layers 2 of role 'train' sets the layers of a pipeline stage",
         "make pipeline_model_parallel_size larger",
     ),
     "layers of a stage that leave the others a rest": (
@@ -230,7 +230,7 @@ def test_an_engine_completes_what_slices_of_shared_rows_learn_from(tmp_path: Pat
 def test_shared_rows_on_two_nodes_are_warned_of(tmp_path: Path) -> None:
     config = {"nproc_per_node": 4, "train": {"gpus": 24, "sequence_parallel_size": 3}}
     (warning,) = planned(tmp_path, config).findings.warnings
-    assert "4 of 8 sequence-parallel groups of role 'train' lie on several nodes" in warning
+    assert "4 of 8 sequence-parallel groups of role 'train' are on several nodes" in warning
     assert mistakes(tmp_path, {"train": {"gpus": 4, "sequence_parallel_size": 3}}) == [
         "sequence_parallel_size 3 of section 'train' does not divide its gpus: 4. Ask for a multiple of 3, or make the "
         "parallel sizes smaller."
@@ -249,7 +249,7 @@ def test_tensor_parallel_groups_on_two_nodes_are_warned_of(tmp_path: Path) -> No
     found = planned(tmp_path, config)
     assert list(found.findings.mistakes) == []
     (warning,) = found.findings.warnings
-    assert "4 of 8 tensor-parallel groups of role 'train' lie on several nodes (3 GPU each, 4 a node)" in warning
+    assert "4 of 8 tensor-parallel groups of role 'train' are on several nodes (3 GPU each, 4 a node)" in warning
     assert "Make tensor_model_parallel_size a divisor of 4" in warning
     config = {"nproc_per_node": 4, "rollout": {"gpus": 16, "vllm_tensor_parallel_size": 8}}
     assert "2 of 2 tensor-parallel groups of role 'rollout'" in planned(tmp_path, config).findings.warnings[0]

@@ -172,8 +172,8 @@ nnodes: 2
 """
     found = planned(tmp_path, config)
     expected = [
-        "'train' stands beside device_groups",
-        "'nnodes' stands beside device_groups",
+        "'train' is beside device_groups",
+        "'nnodes' is beside device_groups",
         "group 'sampler' has the unknown key 'colour'",
         "timeout_s of group 'sampler'",
         "env of group 'sampler'",
@@ -235,7 +235,7 @@ five:  {device: GPU, ranks: 1, workers: [judge, chat]}
         "role 'train' is in two groups, 'one' and 'three'",
         "role 'judge' is in two groups, 'two' and 'five'",
         "rank 1 is in two groups, 'one' and 'two'",
-        "rank 4 of group 'two' lies beyond the nodes",
+        "rank 4 of group 'two' is beyond the nodes",
     ]
     assert len(said) == len(expected)
     assert all(begin in message for begin, message in zip(expected, said, strict=True))
@@ -287,7 +287,7 @@ def test_the_size_of_the_cluster_is_given_or_read_or_assumed_aloud(
 def test_a_cluster_that_is_too_small_is_told_in_numbers(tmp_path: Path) -> None:
     config = {"nproc_per_node": 4, "train": {"gpus": 12}}
     (said,) = mistakes(tmp_path, config, nodes=2)
-    assert "lie on 3 nodes (12 accelerators), and the cluster has 2 nodes x 4 = 8" in said
+    assert "are on 3 nodes (12 accelerators), and the cluster has 2 nodes x 4 = 8" in said
     assert "Add 1 node, or ask for 4 accelerators fewer." in said
     (said,) = mistakes(tmp_path, config, nodes=3, gpus_per_node=2)
     assert "node 0 of the configuration is asked for 4 accelerators, and a node has 2 (and 2 more" in said
@@ -480,7 +480,7 @@ def test_the_memory_of_a_gpu_is_that_of_all_groups_on_it(tmp_path: Path) -> None
             together.peak_bytes + runtime
         ] * 2
     asleep = "\n".join(as_lines(planned(tmp_path, BESIDE | {"sleep_level": 1})))
-    assert "GiB a GPU with rollout while idle roles sleep or are offloaded" in asleep
+    assert "GiB per GPU with rollout while idle roles sleep or are offloaded" in asleep
     (said,) = mistakes(tmp_path, BESIDE | {"vllm_gpu_memory_utilization": 0.7}, gpu_memory_gib=50)  # 35 + 15.3
     assert "group 'train', with 'rollout' on its devices, needs about" in said
     assert "or offload idle roles" in said

@@ -83,7 +83,13 @@ PLANTED: dict[type, Expected] = {
         "which is argument 'rows' of KeepsWhatMainChanges.keep",
     ),
     planted.GivesWhatItChanges: Expected(
-        STRICT, 4, 0, "metrics", "metrics['num_steps']", "value changed in place", "what GivesWhatItChanges.begin"
+        STRICT,
+        4,
+        0,
+        "metrics",
+        "metrics['num_steps']",
+        "value changed in place",
+        "the value of GivesWhatItChanges.begin",
     ),
     planted.ReplayGrownByMain: Expected(STRICT, 2, None, "", "", "attribute set on the driver", "self.replay"),
     planted.SeedOfTime: Expected(STRICT, 2, 0, "", "value", "time", "time.time_ns() at prove_planted.py"),
@@ -108,7 +114,7 @@ PLANTED: dict[type, Expected] = {
     planted.NoiseOfTwoRoles: Expected(
         ROLES_APART, 3, 0, "", "value", "one generator for several roles", "the generator of torch"
     ),
-    planted.OffsetOfTime: Expected(STRICT, 1, 0, "", "OffsetOfTime.offset", "time", "what __init__ reads"),
+    planted.OffsetOfTime: Expected(STRICT, 1, 0, "", "OffsetOfTime.offset", "time", "that __init__ reads"),
 }
 SAME_CAUSE = {planted.KeepsWhatMainChanges, planted.SeedOfTime, planted.OffsetOfTime}  # with two workers too
 ON_RAY: dict[type, Expected] = {

@@ -90,7 +90,7 @@ def test_a_message_says_of_itself_whether_it_is_learned() -> None:
     assert learned(said(first=True, second=False), "last_round") == ["two.<|im_end|>\n"]
     with pytest.raises(ValueError, match="set loss_scale: default"):
         learned(said(first=False), None)
-    with pytest.raises(ValueError, match="message 1 is of role 'user' and says loss"):
+    with pytest.raises(ValueError, match="message 1 is of role 'user' and has loss"):
         learned([*MESSAGES[:1], {**MESSAGES[1], "loss": True}, *MESSAGES[2:]], "default")
 
 

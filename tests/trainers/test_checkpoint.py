@@ -301,9 +301,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_refused_where_it_is_named(name:
     choice = newest(tmp_path)
     assert choice.folder == tmp_path / "checkpoint-10"
     (note,) = choice.notes
-    assert "passed over checkpoint-20" in note
+    assert "skipped checkpoint-20" in note
     assert told in note
-    assert "goes on from checkpoint-10" in note
+    assert "the run continues from checkpoint-10" in note
     with pytest.raises(ConfigError, match=r"resume_from_checkpoint: .*checkpoint-20.*") as refused:
         resolve_resume(str(tmp_path / "checkpoint-20"), tmp_path)
     assert "\n" not in str(refused.value)
@@ -314,7 +314,7 @@ def test_where_no_checkpoint_is_left_whole_the_run_starts_anew_and_says_so(tmp_p
     flip_a_bit(save(tmp_path, 10) / "model.bin")
     choice = newest(tmp_path)
     assert choice.folder is None
-    assert "starts anew" in choice.notes[0]
+    assert "starts from step 0" in choice.notes[0]
 
 
 def test_a_checkpoint_that_lost_its_manifest_is_taken_only_where_a_key_says_so(tmp_path: Path) -> None:
@@ -323,8 +323,8 @@ def test_a_checkpoint_that_lost_its_manifest_is_taken_only_where_a_key_says_so(t
     choice = chosen("auto", tmp_path)
     assert choice.folder == tmp_path / "checkpoint-10"
     assert choice.notes == (
-        "resume_from_checkpoint: passed over checkpoint-20 (it has no manifest.json, so that its files cannot be "
-        "checked; resume_without_manifest: true takes it); goes on from checkpoint-10",
+        "resume_from_checkpoint: skipped checkpoint-20 (it has no manifest.json, so that its files cannot be "
+        "checked; resume_without_manifest: true takes it); the run continues from checkpoint-10",
     )
     named = str(tmp_path / "checkpoint-20")
     with pytest.raises(ConfigError, match=r"has no manifest.json, .* add resume_without_manifest: true"):

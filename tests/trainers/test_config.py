@@ -190,7 +190,7 @@ SFT_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"packing": True, "max_length": None}, ["packing needs max_length"]),
     ({"group_by_length": True, "packing": True}, ["group_by_length", "packing fills rows to one length"]),
     ({"group_by_length": True, "shuffle_dataset": False}, ["group_by_length", "shuffle_dataset is false"]),
-    ({"group_by_length": True, "streaming": True, "max_steps": 2}, ["group_by_length", "while the run goes on"]),
+    ({"group_by_length": True, "streaming": True, "max_steps": 2}, ["group_by_length", "while the run continues"]),
     ({"packing": True, "truncation_mode": "keep_end"}, ["packing keeps the start", "truncation_mode is 'keep_end'"]),
     ({"loss_type": "nl"}, ["loss_type must be one of nll, dft", "Did you mean 'nll'?"]),
     ({"per_device_eval_batch_size": 0}, ["per_device_eval_batch_size must be at least 1"]),
@@ -232,7 +232,10 @@ GRPO_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"fipo_clip_range": None}, ["fipo_clip_range is None", "read with fipo"]),
     ({"reward_clip_range": [0.0, 1.0]}, ["reward_clip_range", "advantage_estimator=grpo", "read with rloo"]),
     ({"advantage_estimator": "rloo", "reward_clip_range": [1.0, 0.0]}, ["reward_clip_range must be [lowest, highest]"]),
-    ({"advantage_estimator": "rloo", "scale_rewards": "batch"}, ["scale_rewards=batch is for", "rloo divides as"]),
+    (
+        {"advantage_estimator": "rloo", "scale_rewards": "batch"},
+        ["scale_rewards=batch is for", "rloo divides by its own"],
+    ),
     ({"kl_in_reward": True}, ["kl_in_reward is set, but beta", "is 0"]),
     (
         {"beta": 0.1, "kl_in_reward": True, "multi_objective_aggregation": "normalize_then_sum"},

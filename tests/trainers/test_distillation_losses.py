@@ -187,7 +187,7 @@ def test_chunks_below_one_token_and_top_k_of_no_use_are_refused() -> None:
         topk_jsd(student, ids, logps[:, :1], beta=0.5, add_tail=True)
     with pytest.raises(ValueError, match=re.escape("teacher_temperature must be above 0, got 0.0")):
         topk_jsd(student, ids, logps, beta=0.5, add_tail=False, teacher_temperature=0.0)
-    with pytest.raises(ValueError, match=r"between 1 and 6 entries a token, .* got 0"):
+    with pytest.raises(ValueError, match=r"between 1 and 6 entries per token, .* got 0"):
         topk_jsd(student, ids[:, :0], logps[:, :0], beta=0.5, add_tail=True)
 
 

@@ -131,6 +131,15 @@ def test_an_engine_is_built_with_patches_unless_the_key_says_otherwise(
     assert [settings["patches"] for settings in built] == [not keys]
 
 
+def test_an_engine_sleeps_where_a_model_is_trained_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[dict[str, Any]] = []
+    monkeypatch.setattr("trainers.rollout.vllm.engine.VllmEngine", lambda *_, **settings: built.append(settings))
+    config = CompletionConfig(model="any", dataset="any", rollout_engine="vllm", dtype="float32", sleep_level=2)
+    for shares_devices in (True, False):
+        build_vllm(config, "any", None, shares_devices=shares_devices)
+    assert [settings["sleep_level"] for settings in built] == [2, 0]
+
+
 def test_the_key_of_patches_needs_an_engine_of_vllm_be_it_a_teachers() -> None:
     keys: dict[str, Any] = {"model": "any", "dataset": "any", "vllm_patches": False}
     with pytest.raises(ConfigError, match="vllm_patches needs rollout_engine: vllm, but it is hf"):

@@ -76,11 +76,11 @@ def test_a_header_says_which_parts_of_a_vision_model_learn(tmp_path: Path) -> No
 
     towers = {"freeze_vit": True, "freeze_aligner": True}
     assert learns(seeing) == "all weights"
-    assert learns(seeing, **towers) == "all weights except those of the vision tower and the aligner"
-    assert learns(seeing, freeze_llm=True) == "all weights except those of the language model"
+    assert learns(seeing, **towers) == "all weights except the vision tower and the aligner"
+    assert learns(seeing, freeze_llm=True) == "all weights except the language model"
     assert learns(seeing, tuner_type="lora") == "lora of rank 8 (none in the vision tower and the aligner)"
     assert learns(reading, **towers) == "all weights"
-    assert "all weights except those of the vision tower of a model that sees," in learns("hub/m", freeze_vit=True)
+    assert "all weights except the vision tower of a vision model," in learns("hub/m", freeze_vit=True)
 
 
 def test_a_header_says_how_many_rows_were_read_and_left_out(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_rows_have_the_order_that_ms_swift_gives_them(
 
 def test_the_order_of_the_data_loader_is_refused_by_name_in_a_file_of_trls(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("model: m\ndataset: d\ndefaults: trl\ntrain_dataloader_shuffle: false\n")
-    with pytest.raises(ConfigError, match="shuffle_dataset says the order of rows"):
+    with pytest.raises(ConfigError, match="shuffle_dataset sets the order of rows"):
         load_config(SFTConfig, ["--config", str(tmp_path / "x.yaml")])
 
 

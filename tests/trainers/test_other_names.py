@@ -430,7 +430,7 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (
         SFTConfig,
         "backend: megatron\nqk_clip: true",
-        "unknown key qk_clip; fields of megatron-core stand in megatron: {",
+        "unknown key qk_clip; fields of megatron-core belong into megatron: {",
     ),
     (SFTConfig, "backend: megatron\nmtp_num_layers: 1", "layers that predict further tokens are not trained"),
     (SFTConfig, "fp8_format: hybrid", "fp8_format is not supported: it is a setting of Megatron's"),
@@ -463,7 +463,7 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     ),
     (GRPOConfig, "truncation_strategy: right", "write left: long rows lose the beginning of their prompt"),
     (SFTConfig, "save_strategy: epochs", "save_strategy must be one of steps, epoch, best, no, got 'epochs' (did you"),
-    (SFTConfig, "save_strategy: best", "save_strategy best saves the best model so far: set metric_for_best_model"),
+    (SFTConfig, "save_strategy: best", "save_strategy best saves the best model so far. Set metric_for_best_model"),
     (
         SFTConfig,
         "split_dataset_ratio: 0.1\nsave_strategy: best\nmetric_for_best_model: loss\nearly_stop_interval: 2",
@@ -495,7 +495,7 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (SFTConfig, "rlhf_type: dpo", "rlhf_type is dpo, but this is rayhelper sft"),
     (GRPOConfig, "use_vllm: 'yes'", "use_vllm must be true or false, got 'yes'"),
     (GRPOConfig, "use_vllm: true\nrollout_engine: hf", "use_vllm means rollout_engine: vllm, but rollout_engine is hf"),
-    (GRPOConfig, "use_vllm: true\nvllm_mode: server", "give rollout a device group of its own"),
+    (GRPOConfig, "use_vllm: true\nvllm_mode: server", "give rollout its own device group"),
     (GRPOConfig, "use_vllm: true\nvllm_server_host: h\nvllm_server_port: [1]", "vllm_server_host and vllm_server_port"),
     (GRPOConfig, "use_vllm: true\nvllm_data_parallel_size: 2", "every vllm_tensor_parallel_size workers"),
     (GRPOConfig, "vllm_kv_cache_dtype: fp8", "vllm_kv_cache_dtype needs rollout_engine: vllm, which is use_vllm: true"),

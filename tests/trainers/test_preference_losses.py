@@ -296,7 +296,7 @@ def test_micro_batch_without_pairs_gives_zero_and_an_empty_gradient(loss_type: s
 @pytest.mark.parametrize("loss_type", SORTING)
 def test_sorting_losses_refuse_a_part_of_the_step(loss_type: str) -> None:
     chosen, rejected = batch()
-    with pytest.raises(ValueError, match=f"{loss_type} sort all pairs .* this micro-batch holds 2 of 5"):
+    with pytest.raises(ValueError, match=f"{loss_type} sort all pairs .* this micro-batch holds only 2 of 5"):
         preference_loss(cut(chosen, 0, 2), cut(rejected, 0, 2), num_pairs=5, loss_type=loss_type)
 
 
@@ -345,7 +345,7 @@ def test_divergence_scores_have_the_slope_of_the_log_ratio_at_zero() -> None:
             r"one weight for each of the 2 loss types .* \[1.0\]",
         ),
         ({"loss_type": "exo_pair"}, "logarithm of label_smoothing, which is 0"),
-        ({"loss_type": "sigmoid", "label_smoothing": 0.1}, "not by sigmoid: 'cdpo' is the smoothed"),
+        ({"loss_type": "sigmoid", "label_smoothing": 0.1}, "not by sigmoid. 'cdpo' is the smoothed"),
         ({"loss_type": "robust", "label_smoothing": 0.5}, r"lie in \[0, 0.5\), got 0.5"),
         ({"loss_type": "sigmoid", "beta": 0.0}, "beta must be positive, got 0.0"),
         ({"loss_type": "sigmoid", "ld_alpha": 1.5}, r"ld_alpha must lie in \[0, 1\].* got 1.5"),
@@ -436,7 +436,7 @@ def test_reward_model_loss_of_nothing_is_zero_and_reports_nothing() -> None:
 
 
 def test_reward_model_loss_refuses_shapes_that_would_broadcast() -> None:
-    with pytest.raises(ValueError, match=r"rejected_rewards_B must hold one number a pair, .* got \(5, 1\)"):
+    with pytest.raises(ValueError, match=r"rejected_rewards_B must hold one number per pair, .* got \(5, 1\)"):
         reward_model_loss(REWARDS[0], REWARDS[1][:, None], num_pairs=5)
-    with pytest.raises(ValueError, match=r"margins_B must hold one number a pair, .* got \(1,\)"):
+    with pytest.raises(ValueError, match=r"margins_B must hold one number per pair, .* got \(1,\)"):
         reward_model_loss(*REWARDS, MARGINS[:1], num_pairs=5)

@@ -448,7 +448,9 @@ def test_what_ctrl_c_ends_says_what_is_saved_and_how_to_go_on(
     stepped(run)
     with pytest.raises(KeyboardInterrupt), run:
         raise KeyboardInterrupt
-    told = f"interrupted after step 3 of 5; saved before: {tmp_path / 'one' / 'checkpoint-2'}. To go on, run the same"
+    told = (
+        f"interrupted after step 3 of 5; saved before: {tmp_path / 'one' / 'checkpoint-2'}. To continue, run the same"
+    )
     assert told in capsys.readouterr().out
 
 

@@ -182,7 +182,7 @@ OWN = {"architectures": ["MyRewards"], "auto_map": {"AutoModelForSequenceClassif
     [
         (PRM, "is a Qwen2ForProcessRewardModel, but reward models are loaded as AutoModelForSequenceClassification"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "is a Qwen3ForCausalLM, but .* file of external_plugins"),
-        (OWN, r"comes with code of its own \(mine.MyRewards\). Set trust_remote_code: true"),
+        (OWN, r"brings its own code \(mine.MyRewards\). Set trust_remote_code: true"),
     ],
 )
 def test_a_model_that_cannot_give_rewards_is_told_before_anything_starts(

@@ -179,7 +179,9 @@ def test_a_run_inside_a_plugin_gives_advice_about_the_command_only_if_it_ends_ea
         builds_model.reset(token)
     told = capsys.readouterr().out
     assert told.count("resume_from_checkpoint") == 1
-    assert "To go on, run the same command with --resume_from_checkpoint auto" in told.partition("the model is in")[0]
+    assert (
+        "To continue, run the same command with --resume_from_checkpoint auto" in told.partition("the model is in")[0]
+    )
 
 
 def test_the_end_says_that_an_adapter_is_merged_and_where_it_is_alone(
@@ -277,10 +279,10 @@ def test_a_damaged_checkpoint_is_passed_over_in_one_line(tmp_path: Path, caplog:
     (tmp_path / "checkpoint-2" / "model.bin").write_text("Weights")  # a bit differs
     with opened(tmp_path, resume_from_checkpoint="auto") as resumed:
         assert resumed.step == 1
-    told = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
     assert told == [
-        "resume_from_checkpoint: passed over checkpoint-2 (model.bin differs from the written file (checksum)); goes "
-        "on from checkpoint-1"
+        "resume_from_checkpoint: skipped checkpoint-2 (model.bin differs from the written file (checksum)); the run "
+        "continues from checkpoint-1"
     ]
 
 
@@ -358,7 +360,7 @@ def test_a_run_whose_step_hangs_after_sigterm_names_the_checkpoint_to_go_on_from
     assert ended.value.code == 143
     told = capfd.readouterr().err
     assert "time.sleep(100)" in told
-    assert f"stopped after step 3 of 9; saved before: {tmp_path / 'checkpoint-2'}. To go on, run the same" in told
+    assert f"stopped after step 3 of 9; saved before: {tmp_path / 'checkpoint-2'}. To continue, run the same" in told
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
     assert "stopped in a step or in saving that did not end, and not saved" in (tmp_path / "run.json").read_text()
 

@@ -43,7 +43,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"sampler_type": "distill"}, ["distill asks a server", "sampler_engine client"]),
     ({"sampler_engine": "client"}, ["needs base_url"]),
     ({"base_url": "http://x"}, ["base_url is for sampler_engine client"]),
-    ({**SERVER, "engine_kwargs": {"api_key": "x"}}, ["api_key is a key of its own"]),
+    ({**SERVER, "engine_kwargs": {"api_key": "x"}}, ["api_key is a separate key"]),
     ({"temperature": 0.0}, ["temperature 0 gives 2 times the same candidate"]),
     ({"stop_token_ids": [-5]}, ["stop_token_ids must be a list of token ids"]),
     ({**SERVER, "stop_token_ids": [5]}, ["stop_token_ids is for sampler_engine hf and vllm", "engine_kwargs: {stop: "]),

@@ -200,7 +200,7 @@ def test_an_engine_takes_less_of_a_device_on_which_a_policy_is_trained(shares: b
 def test_nothing_is_generated_ahead_on_the_devices_that_train(model: str, tmp_path: Path) -> None:
     keys = {"max_staleness": 1, "device_groups": beside(grpo.GRPOTrainer), **KEYS}
     config = grpo_config(model, tmp_path, num_iterations=1, **keys)
-    with pytest.raises(ConfigError, match="Give role rollout a group with devices of its own"):
+    with pytest.raises(ConfigError, match="Give role rollout a group with its own devices"):
         grpo.GRPOTrainer.check(config, placement(grpo.GRPOTrainer, config))
 
 

@@ -223,7 +223,7 @@ def test_a_server_is_a_device_group_of_role_rollout(tmp_path: Path, caplog: pyte
     path.write_text(text + "device_groups: {train: {gpus: 2}, rollout: {gpus: 1}}")
     with caplog.at_level(logging.INFO):
         load_config(GRPOConfig, ["--config", str(path)])
-    assert "vllm_mode, vllm_server_host (role rollout has a device group of its own)" in caplog.text
+    assert "vllm_mode, vllm_server_host (role rollout has its own device group)" in caplog.text
     colocated = "device_groups: {colocate_groups: [[train, rollout]], train: {gpus: 2}, rollout: {gpus: 2}}"
     for groups in ("", colocated):
         path.write_text(text + groups)

@@ -271,7 +271,6 @@ def test_the_environment_sets_what_a_script_leaves_open(
             "rayhelper sft",
         ),
         ("use_kl_loss=True", "use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=mse", "kl_loss_type: mse is not"),
-        ("data.truncation='error'", "data.video_key=videos", "videos are not supported"),
         (
             "data.truncation='error'",
             "data.image_key=images actor_rollout_ref.actor.strategy=megatron",
@@ -288,10 +287,11 @@ def test_nothing_is_guessed(old: str, new: str, why: str, tmp_path: Path, capsys
 
 
 def test_rows_with_pictures_need_the_policy_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = "data.image_key=shown actor_rollout_ref.actor.freeze_vision_tower=True data.truncation='error'"
+    more = "data.image_key=shown data.video_key=clips actor_rollout_ref.actor.freeze_vision_tower=True"
+    more += " data.truncation='error'"
     out, err = translated(SCRIPT.replace("data.truncation='error'", more), "run.sh", tmp_path, capsys)
     found = parse_text(out, "ours")
-    assert (found["rollout_engine"], found["columns"]) == ("hf", {"shown": "images"})
+    assert (found["rollout_engine"], found["columns"]) == ("hf", {"shown": "images", "clips": "videos"})
     assert (found["freeze_vit"], found["freeze_aligner"]) == (True, True)
     assert found["colocate_groups"] == [["train", "rollout"]]
     assert not [key for key in found if key.startswith("vllm_")]
@@ -350,7 +350,7 @@ def test_a_pipeline_of_roll(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     meant |= {"max_steps": 2000, "save_steps": 400, "vllm_engine_kwargs": {"block_size": 16}}
     meant |= {"columns": {"messages": "prompt", "ground_truth": "answer"}, "max_completion_length": 4096}
     assert {key: found[key] for key in meant} == meant
-    assert "reference.strategy_args.strategy_name: the reference lies as the policy does" in err
+    assert "reference.strategy_args.strategy_name: the reference has the placement of the policy" in err
     assert checked(out, tmp_path).advantage_estimator == "reinforce_plus_plus_token"
 
 

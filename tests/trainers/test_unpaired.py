@@ -176,7 +176,7 @@ def test_files_of_ms_swift_choose_trainer_and_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rlhf_type", "text", "told"),
     [
-        ("kto", "calculate_KL: false", "loss_type says whether KTO estimates a KL"),
+        ("kto", "calculate_KL: false", "loss_type decides whether KTO estimates a KL"),
         ("dpo", "desirable_weight: 2.0", "Write rlhf_type: kto"),
         ("dpo", "cpo_alpha: 2.0", "Write rlhf_type: cpo or simpo"),
         ("orpo", "simpo_gamma: 2.0", "Write rlhf_type: cpo or simpo"),

@@ -20,7 +20,7 @@ def own_code_mistake(model: str, config: Mapping[str, Any]) -> str | None:
     """What is wrong with a folder or hub name whose ``config.json`` is of InternVL's own code; None: it is of none."""
     if config.get("model_type") != KIND:
         return None
-    told = f"model: {model!r} ({KIND}) comes with code of its own, which is not run here"
+    told = f"model: {model!r} ({KIND}) brings its own code, which is not run here"
     last = model.rstrip("/").rpartition("/")[2]
     ending = next((ending for pattern, ending in ENDINGS if re.fullmatch(pattern, last)), None)
     if ending is None:

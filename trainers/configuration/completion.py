@@ -22,8 +22,8 @@ class CompletionConfig(TrainConfig):
     # Generation
     rollout_engine: Literal["hf", "vllm", "auto"] = "hf"
     """The engine that completes prompts. hf: the transformers model, in slots. vllm: vLLM, which is installed
-    separately. auto: hf if the workers that train also generate and hf knows the architecture. Otherwise vllm, if it
-    is installed."""
+    separately. auto: hf if the training workers also generate and hf knows the architecture. Otherwise vllm, if it is
+    installed."""
     rollout_batch_size: int | None = None
     """Prompts that a rollout worker completes at once (hf). null: its whole slice."""
     max_prompt_length: int | None = None
@@ -176,7 +176,7 @@ def check_model_len(config: CompletionConfig) -> None:
     if isinstance(length, int) and 0 <= length < config.max_completion_length + (prompt or 1):
         raise ConfigError(
             f"{told} has no room for a prompt of {prompt or 'at least 1'} and a completion of "
-            f"{config.max_completion_length} tokens: raise it, or lower max_prompt_length or max_completion_length."
+            f"{config.max_completion_length} tokens. Raise it, or lower max_prompt_length or max_completion_length."
         )
 
 

@@ -136,7 +136,7 @@ def key_mistakes(
             f"{' (it takes momentum)' if known else ''}. Remove it."
         )
     if optim == "sgd" and config.use_distributed_optimizer:
-        yield "optim: sgd cannot lie in shards with megatron-core. Write use_distributed_optimizer: false."
+        yield "megatron-core cannot shard optim: sgd. Write use_distributed_optimizer: false."
     if token_budget == "auto":
         yield "token_budget: auto works only with backend: fsdp. Write a number of tokens."
     if token_budget is not None and config.infer_batch_size is not None:

@@ -27,9 +27,9 @@ LEARNS = ("trains", "values")
 
 @dataclass(frozen=True)
 class Role(RoleKind):
-    """A role of a trainer: what ``RoleKind`` says, and what a section of the role may hold.
+    """A role of a trainer: the fields of ``RoleKind``, and the keys that a section of the role may hold.
 
-    The section of the main role may hold every key that no other role reads alone.
+    The section of the main role may hold every key, except keys that only one other role reads.
     """
 
     keys: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Role(RoleKind):
 
     @property
     def own_names(self) -> Mapping[str, str]:
-        """``names``, and what ``model`` means."""
+        """``names``, and the meaning of ``model``."""
         return {**({"model": self.models[0]} if self.models else {}), **self.names}
 
 

@@ -95,7 +95,7 @@ def _best_mistakes(config: SavingConfig, *, has_rows: bool) -> Iterator[str]:
         for name in [name for name, is_set in asks.items() if is_set]:
             yield f"{name} is set, but metric_for_best_model is not. Set both, or neither."
         if config.save_strategy == "best":
-            yield "save_strategy best saves the best model so far: set metric_for_best_model, the number that says it."
+            yield "save_strategy best saves the best model so far. Set metric_for_best_model, the metric that decides."
         return
     if config.early_stop_interval is not None and config.save_strategy == "best":
         yield (

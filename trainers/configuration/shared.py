@@ -223,8 +223,8 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     learning_rate: float = 2e-5
     """Learning rate of the optimizer after warm-up."""
     optim: Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "rmsprop", "adagrad", "muon"] = "adamw_torch"
-    """transformers' names of optimizers; on a GPU either AdamW is fused. muon: of matrices (arXiv 2502.16982), AdamW of
-    the other weights, of embeddings and the head."""
+    """An optimizer, by its name in transformers. On a GPU, both names of AdamW mean the fused one. muon: Muon for
+    matrices (arXiv 2502.16982), and AdamW for embeddings, the head and all other weights."""
     optim_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer, such as {momentum: 0.9} for sgd."""
     weight_decay: float = 0.0
@@ -405,9 +405,9 @@ def check_shared(config: TrainConfig) -> None:
     check_seconds(config, "save_before_s", "stop_grace_s")
     if config.resume_on_failure and not config.use_ray:
         raise ConfigError(
-            f"resume_on_failure is {config.resume_on_failure}, but only with use_ray the workers are other processes "
-            "than the one that starts them anew. Set use_ray: true. Under torchrun give the launcher --max-restarts, "
-            "and the run resume_from_checkpoint: auto."
+            f"resume_on_failure is {config.resume_on_failure}, but only with use_ray another process can start the "
+            "workers again. Set use_ray: true. Under torchrun give the launcher --max-restarts, and the run "
+            "resume_from_checkpoint: auto."
         )
     resume = config.resume_from_checkpoint
     if not resume:
@@ -435,8 +435,8 @@ def check_sections(groups: DeviceGroups) -> None:
         for key in settings:
             hint = nearest(key, SECTION_KEYS, " (did you mean {!r}?)")
             raise ConfigError(
-                f"section {role!r} has the key {key!r}{hint}: a section says where its role runs "
-                f"({', '.join(SECTION_KEYS)}). Move other keys to the top level, where they hold for all roles."
+                f"section {role!r} has the key {key!r}{hint}. A section decides where its role runs "
+                f"({', '.join(SECTION_KEYS)}). Move other keys to the top level, where they apply to all roles."
             )
 
 
@@ -516,7 +516,7 @@ def _check_adapter(config: TrainConfig) -> None:
         unread(config, f"optim is {config.optim}", "adam_beta1", "adam_beta2", "adam_epsilon")
     if config.optim in ("adafactor", "muon") and config.fsdp_sharding_strategy == "full_shard":
         raise ConfigError(
-            f"optim: {config.optim} looks at whole weights, which are in shards: set fsdp_sharding_strategy: no_shard"
+            f"optim: {config.optim} needs whole weights, which are sharded. Set fsdp_sharding_strategy: no_shard"
         )
     check_tuner(config, backend=config.backend, max_steps=config.max_steps)
     if config.tuner_type == "full":
@@ -560,10 +560,10 @@ def _check_schedule(name: str, kwargs: dict[str, Any]) -> None:
 
 
 def sequences_per_step(config: TrainConfig, num_shards: int, saved_order: Mapping[str, Any] | None = None) -> int:
-    """Sequences that one optimizer step learns from, over all workers. Those of a shard hold one model together.
+    """Sequences that one optimizer step learns from, over all workers. Workers of a shard hold one model together.
 
-    A resumed run (``saved_order``: see ``run.saved_order``) keeps those it began with, however many workers it has now,
-    unless the configuration says them outright.
+    A resumed run (``saved_order``: see ``run.saved_order``) keeps its number with any number of workers, unless the
+    configuration sets it directly.
     """
     if config.global_batch_size is not None:
         return config.global_batch_size
@@ -573,7 +573,7 @@ def sequences_per_step(config: TrainConfig, num_shards: int, saved_order: Mappin
 
 
 def order_of(config: TrainConfig) -> dict[str, Any]:
-    """What ``data.rows.Batches`` is told of the order in which a run goes through its rows."""
+    """The arguments of ``data.rows.Batches`` that decide the order of the rows."""
     return {"seed": config.seed, "shuffle": config.shuffle_dataset, "drop_last": config.dataloader_drop_last}
 
 

@@ -170,8 +170,8 @@ def quantization_mistake(config: TunerConfig, strategy: str, workers: Mapping[st
     for role, count in workers.items():
         if count > 1 and strategy != "no_shard":
             return (
-                f"{key}: quantized weights do not lie in shards, and role {role} has {count} workers. Write "
-                "fsdp_sharding_strategy: no_shard, by which each worker has all of them"
+                f"{key}: quantized weights cannot be sharded, and role {role} has {count} workers. Write "
+                "fsdp_sharding_strategy: no_shard, with which each worker has all weights"
             )
     return None
 

@@ -31,7 +31,7 @@ class VisionConfig:
     """The vision tower is not trained, and gets no adapter. null: true with an adapter or with backend: megatron, else
     false."""
     freeze_aligner: bool | None = None
-    """The aligner is not trained, and gets no adapter."""
+    """The aligner is not trained, and gets no adapter. null: the same rule as for freeze_vit."""
     freeze_llm: bool = False
     """The language model is not trained, and gets no adapter."""
     vit_lr: float | None = None

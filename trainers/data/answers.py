@@ -44,7 +44,9 @@ def answers_of(messages: Sequence[Mapping[str, Any]], render: Render, turns: Tur
         says = message.get("loss")
         if message["role"] != "assistant":
             if says:
-                raise ValueError(f"message {place} is of role {message['role']!r} and says loss: of answers alone")
+                raise ValueError(
+                    f"message {place} is of role {message['role']!r} and has loss, which only answers may have"
+                )
             queries.append(str(message.get("content") or ""))
             continue
         query, queries = "\n".join(queries), []

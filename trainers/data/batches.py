@@ -13,13 +13,12 @@ from rayhelper import ConfigError
 
 @dataclass(frozen=True)
 class Batches:
-    """Indices of the rows of each step: a pure function of the step, so that a resume needs nothing but its number.
+    """Indices of the rows of each step. They are a pure function of the step, so a resumed run needs only its number.
 
-    ``batches[step]`` (batch_size,) int64, for every step >= 0. An epoch goes through all rows once, in an order drawn
-    from (seed, epoch) if ``shuffle``; its last batch holds what is left, unless ``drop_last``. A batch may be
-    ``num_rounds`` micro-batches of all workers: then ``drop_last`` leaves an incomplete one of these out, as in
-    transformers' Trainer, and the last batch holds the whole ones that are left. With
-    ``lengths`` (num_rows,) the rows of a batch are about equally long, in the order that
+    ``batches[step]`` (batch_size,) int64, for every step >= 0. An epoch has all rows once, in an order drawn from
+    (seed, epoch) if ``shuffle``. Its last batch holds the remaining rows, unless ``drop_last``. A batch may be
+    ``num_rounds`` micro-batches of all workers. Then ``drop_last`` leaves out only an incomplete micro-batch, as in
+    transformers' Trainer. With ``lengths`` (num_rows,) the rows of a batch are about equally long, in the order that
     ``transformers.trainer_pt_utils.get_length_grouped_indices`` draws.
     """
 

@@ -195,7 +195,7 @@ def _with_system(row: dict[str, Any], system: str) -> dict[str, Any]:
 
 
 def prompt_of(row: Mapping[str, Any]) -> Any:
-    """What is to be completed in a row: its ``prompt``, or its ``messages`` without a last turn of the assistant."""
+    """The prompt of a row: its ``prompt``, or its ``messages`` without a last turn of the assistant."""
     if row.get("prompt") is not None:
         return row["prompt"]
     if row.get("messages"):

@@ -61,8 +61,7 @@ class DPOConfig(ReferenceConfig):
     discopop_tau: float = 0.05
     """Temperature of the mixture in loss type discopop."""
     bco_shift: bool = False
-    """In bco_pair, subtract from rewards their mean over all steps so far, with the present one (BCO, arXiv
-    2404.04656)."""
+    """With bco_pair: subtract the running mean of the rewards over all steps so far (BCO, arXiv 2404.04656)."""
 
     # Reference
     reference_free: bool = False

@@ -69,7 +69,7 @@ def is_known(config: Any, key: str, *, plugins_imported: bool) -> bool:
             f"{key} must be one of {', '.join(known)}, or {{name: ..., argument: value}}; got {getattr(config, key)!r}"
         )
     if name in bundled and arguments:
-        raise ConfigError(f"{key}: what {name} is told are keys of their own: write {', '.join(arguments)} beside it")
+        raise ConfigError(f"{key}: what {name} is told are separate keys: write {', '.join(arguments)} beside it")
     if name in known:
         return True
     if config.external_plugins and not plugins_imported:
@@ -133,8 +133,8 @@ def check_plugged(config: Any) -> None:
         taken = keys_of(function)
         if config.use_ray and function.__module__ == "__main__":
             raise ConfigError(
-                f"{key}: {name} is registered by the script itself, which Ray's workers do not run. Register it "
-                "in a file of its own, and name that in external_plugins."
+                f"{key}: {name} is registered by the script itself, which Ray's workers do not run. Register it in a "
+                "separate file, and name the file in external_plugins."
             )
         for argument in arguments:
             if hasattr(config, argument):

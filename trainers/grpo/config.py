@@ -439,8 +439,8 @@ def check_advantages(config: GRPOConfig) -> None:
     }
     if "scale_rewards" not in parameters(estimator.function) and config.scale_rewards not in scales.get(name, own):
         raise ConfigError(
-            f"scale_rewards={config.scale_rewards} is for advantage_estimator=grpo: {name} divides as its formula "
-            "says (advantages.py). Remove it."
+            f"scale_rewards={config.scale_rewards} is for advantage_estimator=grpo: {name} divides by its own formula "
+            "(advantages.py). Remove it."
         )
     at_least(config, 1, "pass_k")
     if name == "pass_at_k" and config.pass_k > config.num_generations:
@@ -484,7 +484,7 @@ def check_advantages(config: GRPOConfig) -> None:
         )
     if config.sync_ref_model and config.is_own_reference:
         raise ConfigError(
-            "sync_ref_model needs a reference of its own, and with tuner_type: lora it is the policy without its "
+            "sync_ref_model needs a separate reference. With tuner_type: lora the reference is the policy without its "
             "adapter. Set ref_model (to the same model), or remove sync_ref_model."
         )
     if not 0 <= config.ref_model_mixup_alpha <= 1:

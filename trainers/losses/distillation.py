@@ -114,21 +114,22 @@ def topk_jsd(
     teacher_temperature: float = 1.0,
     vocabulary: Vocabulary = WHOLE,
 ) -> torch.Tensor:
-    """Divergences (...) on K tokens of the teacher's choice, ``student_logits`` (..., V), the others (..., K).
+    """Divergences (...) on K tokens that the teacher chose. ``student_logits`` are (..., V), the other arguments (...,
+    K).
 
     With ``add_tail`` all other tokens form one more entry, and the result is a lower bound of ``generalized_jsd``. The
-    tail is 1 less the sum of the K, so its mass is known to about 1e-7: of less than 1e-5, only the first digits.
-    Without, both sides are renormalised over the K, which says nothing about mass elsewhere: K=1 is always 0.
+    tail is 1 minus the sum of the K, so its mass is known to about 1e-7. Below 1e-5, only the first digits are exact.
+    Without it, both sides are renormalised over the K, which ignores mass elsewhere: K=1 is always 0.
 
-    ``teacher_logps_NK`` are over the whole vocabulary, at ``teacher_temperature``: 1 for what inference servers send.
-    Renormalised, they are brought to any ``temperature`` exactly. The tail cannot be, as its mass at another
-    temperature depends on each of its tokens, so there the two temperatures must be equal.
+    ``teacher_logps_NK`` are over the whole vocabulary, at ``teacher_temperature``: 1 for values of inference servers.
+    Without the tail, they are converted exactly to any ``temperature``. With it, the two temperatures must be equal:
+    the tail's mass at another temperature depends on each of its tokens.
 
-    The ids of one token differ from each other and are below V. An entry of -inf is absent, whatever its id (below V
-    too); a token without any entry gives 0.
+    The ids of one token differ from each other and are below V. An entry of -inf is absent, with any id below V. A
+    token without any entry gives 0.
 
-    Departure from TRL: it takes the gradient of the student's tail through 1 - sum(p), which is nothing at all once
-    the student is sure of the K to 1e-7; here it is that of the tokens in the tail, and stays.
+    Departure from TRL: TRL takes the gradient of the student's tail through 1 - sum(p). It vanishes when the mass of
+    the tail is below 1e-7. Here the gradient comes from the tokens in the tail, and does not vanish.
 
     Raises: ValueError for shapes that do not fit, a beta or temperature out of range, or a tail at another temperature
     than the teacher's.
@@ -189,9 +190,9 @@ def chunked_topk_jsd(
 
 
 def distillation_loss(divergence_BT: torch.Tensor, mask_BT: torch.Tensor, *, normaliser: float) -> torch.Tensor:
-    """sum(divergence) / normaliser, which is the number of loss tokens of the optimizer step; 0 if there are none.
+    """sum(divergence) / normaliser, which is the number of loss tokens of the optimizer step. 0 if there are none.
 
-    What stands where the mask is False, NaN included, is never looked at. Raises: ValueError for shapes that differ.
+    Values where the mask is False are ignored, also NaN. Raises: ValueError for shapes that differ.
     """
     if divergence_BT.shape != mask_BT.shape:
         raise ValueError(
@@ -278,6 +279,6 @@ def _check_topk(student_logits: torch.Tensor, ids_NK: torch.Tensor, logps_NK: to
     _check_same_tokens("teacher_ids_NK", ids_NK.shape[:-1], student_logits.shape[:-1])
     if not 1 <= ids_NK.shape[-1] <= vocab_size:
         raise ValueError(
-            f"the teacher must send between 1 and {vocab_size} entries a token, the student's vocabulary, got "
+            f"the teacher must send between 1 and {vocab_size} entries per token, the student's vocabulary, got "
             f"{ids_NK.shape[-1]}"
         )

@@ -46,15 +46,15 @@ def kto_loss(
     """The loss of a micro-batch, and its diagnostics.
 
     ``logps_B`` and ``ref_logps_B``: log-probabilities of whole completions under policy and reference. r is their
-    difference, s the sigmoid, z ``kl_B``: how far the policy is from the reference on completions of other prompts
-    (``kl_estimates``), without gradient. ``num_rows``: the completions of the optimizer step.
+    difference, and s is the sigmoid. z is ``kl_B``, the distance of the policy from the reference on completions of
+    other prompts (``kl_estimates``), without gradient. ``num_rows``: the completions of the optimizer step.
 
     =================  ==============================================================  ==========================
     kto                1 - s(beta (r - z)) if desirable, 1 - s(beta (z - r)) if not     arXiv 2402.01306, eq. 7
     apo_zero_unpaired  1 - s(beta r) if desirable, s(beta r) if not                     arXiv 2408.06266, eq. 7
     =================  ==============================================================  ==========================
 
-    Departure from the papers, as in TRL: the loss is a mean over completions, weighted ones counted as one.
+    Departure from the papers, as in TRL: the loss is a mean over completions. A weighted completion counts as one.
 
     Raises: ValueError for another loss type.
     """

@@ -95,19 +95,19 @@ def policy_gradient_loss(
 ) -> tuple[torch.Tensor, PolicyDiagnostics]:
     """The loss of the GRPO family, a scalar divided by ``normaliser`` (``grpo_normaliser``), and its diagnostics.
 
-    ``old_logps_BT``: of the policy that generated; None: the current one (ratios are 1). ``advantages``: (B,) or (B,
-    T). ``loss_type``: a registered loss; ``surrogates.py`` has the bundled ones. Of ``epsilon``, ``epsilon_high`` and
-    ``constants`` (``delta``, ``sapo``, ...) it is given those that its signature names; the others are not looked at.
+    ``old_logps_BT``: log-probabilities of the policy that generated. None: of the current policy (ratios are 1).
+    ``advantages``: (B,) or (B, T). ``loss_type``: a registered loss; ``surrogates.py`` has the bundled losses. A loss
+    gets those of ``epsilon``, ``epsilon_high`` and ``constants`` (``delta``, ``sapo``, ...) that its signature names.
 
-    ``epsilon_high`` None: ``epsilon``. **For cispo it caps the ratio itself, not its excess over 1**: the paper's 5.0
-    is meant, and the default holds every weight at 0.2. ``delta`` caps the ratio of negative advantages too (two-sided
-    clipping, arXiv 2505.07291), where there is a clip.
+    ``epsilon_high`` None: ``epsilon``. **For cispo it caps the ratio itself, not its excess over 1**. Use the paper's
+    5.0: the default keeps every weight at 0.2. ``delta`` also caps the ratio of negative advantages, in losses with a
+    clip (two-sided clipping, arXiv 2505.07291).
 
-    Both ``rollout_ratios`` (of ``rollout_correction``) and ``token_weights`` (high-entropy and off-policy masks, or
-    their product), (B, T) or (B, 1), multiply the policy term and not the KL; vespo takes the ratios into its weight
-    instead. ``selected_BT``: tokens that clip_cov and kl_cov treat otherwise (``entropy.py``).
+    ``rollout_ratios`` (of ``rollout_correction``) and ``token_weights`` are (B, T) or (B, 1). ``token_weights`` are
+    high-entropy and off-policy masks, or their product. Both multiply the policy term and not the KL. vespo takes the
+    ratios into its weight instead. ``selected_BT``: tokens that clip_cov and kl_cov treat differently (``entropy.py``).
     ``beta`` weighs the KL to ``ref_logps_BT``, which is multiplied by c unless ``use_bias_correction_kl`` is off (arXiv
-    2512.02556). The KL of a token counts at most ``kl_clip_max``, beyond which it has no gradient (ms-swift, verl: 10).
+    2512.02556). ``kl_clip_max`` limits the KL of a token. A larger KL has no gradient (ms-swift, verl: 10).
     ``entropy_BT`` is only reported.
 
     An empty batch and sequences without loss tokens give 0, with a gradient of 0.

@@ -50,10 +50,9 @@ def ppo_policy_loss(
 ) -> tuple[torch.Tensor, PPODiagnostics]:
     """sum max(-A c, -A clip(c, 1 - cliprange, 1 + cliprange)) / normaliser with c = exp(logp - old), and diagnostics.
 
-    logp - old is held within [-20, 20] (``tokens.held``).
-    ``normaliser`` counts the loss tokens of the whole optimizer step. ``entropy_BT`` is only reported.
-    Departures from TRL: it averages over each micro-batch and then over those; and its approxkl, entropy and ratio
-    count padding too.
+    logp - old is clipped to [-20, 20] (``tokens.held``). ``normaliser`` counts the loss tokens of the whole optimizer
+    step. ``entropy_BT`` is only reported. Departures from TRL: TRL averages over each micro-batch, and then over
+    micro-batches. Its approxkl, entropy and ratio also count padding.
 
     Raises: ValueError for shapes other than the mask's.
     """
@@ -89,7 +88,7 @@ def ppo_value_loss(
 ) -> tuple[torch.Tensor, ValueDiagnostics]:
     """sum max((V - R)^2, (clip(V, V_old - range, V_old + range) - R)^2) / 2 normaliser, and diagnostics.
 
-    ``normaliser`` counts the places of the whole optimizer step. Departure from TRL: as in ``ppo_policy_loss``.
+    ``normaliser`` counts the positions of the whole optimizer step. Departures from TRL: as in ``ppo_policy_loss``.
 
     Raises: ValueError for shapes other than the mask's.
     """

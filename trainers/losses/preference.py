@@ -156,23 +156,23 @@ def preference_loss(
     """The loss of the DPO family, a scalar that adds up over the step, and its diagnostics.
 
     Several types are summed with ``loss_weights`` (None: 1 each; MPO, arXiv 2411.10442). Every type is a mean over the
-    ``num_pairs`` of the whole optimizer step, see ``pair_losses``; ``sft`` is a mean over its ``num_chosen_tokens``.
-    A pair of which a completion has no token counts as a pair, that completion's log-probability being 0.
+    ``num_pairs`` of the whole optimizer step, see ``pair_losses``. ``sft`` is a mean over its ``num_chosen_tokens``. If
+    a completion has no token, its pair still counts, with a log-probability of 0.
 
-    ``ld_alpha`` weighs the tokens of the longer completion beyond the length of the shorter one (LD-DPO, arXiv
-    2409.06411), in all but sft. ``f_divergence_type`` replaces log-ratios by ``divergence_scores``. With
-    ``log_sum_sq_probs_BT`` each pair is weighted by how likely the policy is to write it, exp(mean(logps -
-    log_sum_sq_probs)) of chosen times that of rejected, held constant (WPO, arXiv 2406.11827).
-    Without ``ref_logps_BT`` the reference's log-probabilities are 0, which ``DIFFERENCE_LOSSES`` and sft allow:
-    sigmoid_norm then is SimPO (arXiv 2405.14734) without its target margin.
+    ``ld_alpha`` weights the tokens of the longer completion beyond the length of the shorter one (LD-DPO, arXiv
+    2409.06411). It does not apply to sft. ``f_divergence_type`` replaces log-ratios by ``divergence_scores``. With
+    ``log_sum_sq_probs_BT`` each pair is weighted by its probability under the policy (WPO, arXiv 2406.11827). The
+    weight is exp(mean(logps - log_sum_sq_probs)) of chosen times the same of rejected, held constant. Without
+    ``ref_logps_BT`` the reference's log-probabilities are 0. Only ``DIFFERENCE_LOSSES`` and sft allow this.
+    sigmoid_norm is then SimPO (arXiv 2405.14734) without its target margin.
 
     ``aot`` and ``aot_unpaired`` sort the pairs of the step, so one micro-batch must be the step: B = ``num_pairs``.
 
-    Departures from TRL: sft there is a mean over the chosen tokens of each micro-batch, and those means are averaged;
-    aot there sorts every micro-batch of every worker alone; the reference is never left out.
+    Departures from TRL: TRL's sft is a mean over the chosen tokens of each micro-batch, and it averages these means.
+    TRL's aot sorts each micro-batch of each worker separately. TRL always has a reference.
 
-    Raises: ValueError for options that do not fit together (``check_preference_options``), shapes that do not fit, a
-    column given for one side only, aot on a part of the step, or sft without ``num_chosen_tokens``.
+    Raises: ValueError for options that do not fit together (``check_preference_options``), or shapes that do not fit.
+    Also for a column of only one side, aot on a part of the step, or sft without ``num_chosen_tokens``.
     """
     types = _as_list(loss_type)
     _check_sides(chosen, rejected)
@@ -236,10 +236,10 @@ def cpo_loss(
 ) -> tuple[torch.Tensor, PreferenceDiagnostics]:
     """CPO's loss of a micro-batch of pairs (arXiv 2401.08417), or SimPO's, and its diagnostics.
 
-    The loss is that of the pairs, a mean over them, plus ``cpo_alpha`` x the negative log-likelihood of the chosen
-    completions, a mean over their tokens. c and r are the log-probabilities of chosen and rejected, sums over tokens,
-    for ipo and simpo means; with ``alpha`` x other than 0 (1 - exp(-x c)) / x and the same of r (AlphaPO, arXiv
-    2501.03884). m = beta (c - r), e ``label_smoothing``, s the logarithm of the sigmoid.
+    The loss is the mean over the pairs, plus ``cpo_alpha`` x the negative log-likelihood of the chosen completions. The
+    likelihood is a mean over tokens. c and r are the log-probabilities of chosen and rejected: sums over tokens, and
+    means for ipo and simpo. If ``alpha`` x is not 0, c becomes (1 - exp(-x c)) / x, and r likewise (AlphaPO, arXiv
+    2501.03884). m = beta (c - r), e is ``label_smoothing``, and s is the logarithm of the sigmoid.
 
     =======  =======================================================================================
     sigmoid  -(1 - e) s(m) - e s(-m) (CPO, arXiv 2401.08417, eq. 3)
@@ -248,8 +248,8 @@ def cpo_loss(
     simpo    -(1 - e) s(m - simpo_gamma) - e s(simpo_gamma - m) (SimPO, arXiv 2405.14734, eq. 6)
     =======  =======================================================================================
 
-    A reward is beta c, or beta r. Departures from TRL: the likelihood there is a mean over the tokens of each
-    micro-batch, and those means are averaged; exponents of ``alpha`` are capped at 20 here, where the gradient ends.
+    A reward is beta c, or beta r. Departures from TRL: TRL's likelihood is a mean over the tokens of each micro-batch,
+    and it averages these means. Here exponents of ``alpha`` are capped at 20, without a gradient above it.
 
     Raises: ValueError for another loss type, or shapes that do not fit.
     """
@@ -282,13 +282,12 @@ def orpo_loss(
     """ORPO's loss of a micro-batch of pairs (arXiv 2403.07691, eqs. 6 and 7), and its diagnostics.
 
     nll - beta x mean over pairs of s(log odds(c) - log odds(r)). c and r are the mean log-probabilities of the tokens
-    of chosen and rejected, odds(x) = e^x / (1 - e^x), s the logarithm of the sigmoid; ``beta`` is the paper's lambda.
-    nll is that of the tokens in ``learned_BT``, a mask like ``chosen.mask_BT`` that adds those of the prompt: a mean
-    over the ``num_learned_tokens`` of the optimizer step. That the prompt is learned is a departure from the paper, as
-    in TRL.
+    of chosen and rejected. odds(x) = e^x / (1 - e^x), and s is the logarithm of the sigmoid. ``beta`` is the paper's
+    lambda. nll is a mean over the ``num_learned_tokens`` of the optimizer step, the tokens in ``learned_BT``. This mask
+    also has the tokens of the prompt. Learning the prompt departs from the paper, as in TRL.
 
-    A reward is beta c, or beta r. Departures from TRL: the likelihood as in ``cpo_loss``; a completion that is certain
-    has finite odds.
+    A reward is beta c, or beta r. Departures from TRL: the likelihood as in ``cpo_loss``. A completion with probability
+    1 has finite odds.
 
     Raises: ValueError for shapes that do not fit.
     """

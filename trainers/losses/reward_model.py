@@ -38,9 +38,9 @@ def reward_model_loss(
 ) -> tuple[torch.Tensor, RewardDiagnostics]:
     """The Bradley-Terry loss of a reward model, a mean over the ``num_pairs`` of the whole step, and its diagnostics.
 
-    -log sigmoid(chosen - rejected - margin), the margin (0 by default) being how much better the chosen one was judged
-    (Llama 2, arXiv 2307.09288), + ``center_rewards_coefficient`` x (chosen + rejected)^2, which holds the mean reward
-    near 0 (arXiv 2312.09244). No departure from TRL in equal micro-batches.
+    It is -log sigmoid(chosen - rejected - margin) + ``center_rewards_coefficient`` x (chosen + rejected)^2. The margin
+    (0 by default) says how much better the chosen completion was judged (Llama 2, arXiv 2307.09288). The second term
+    keeps the mean reward near 0 (arXiv 2312.09244). With equal micro-batches it equals TRL.
 
     Raises: ValueError for shapes other than (B,).
     """
@@ -48,7 +48,7 @@ def reward_model_loss(
     for name, column in columns.items():
         if column is not None and (column.dim() != 1 or column.shape != chosen_rewards_B.shape):
             raise ValueError(
-                f"{name} must hold one number a pair, as chosen_rewards_B {tuple(chosen_rewards_B.shape)} must, got "
+                f"{name} must hold one number per pair, as chosen_rewards_B {tuple(chosen_rewards_B.shape)} must, got "
                 f"{tuple(column.shape)}"
             )
     differences_B = chosen_rewards_B - rejected_rewards_B

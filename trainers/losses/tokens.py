@@ -27,7 +27,7 @@ def token_logps(
 ) -> torch.Tensor:
     """float32 log-probabilities of ``ids`` (...) under softmax(``logits`` / temperature) (..., V).
 
-    ``logits[..., t, :]`` must be those that predict ``ids[..., t]``: shifting is the caller's.
+    ``logits[..., t, :]`` must be the logits that predict ``ids[..., t]``: the caller shifts them.
     """
     scaled = logits.float() / temperature
     return vocabulary.pick(scaled, ids) - vocabulary.logsumexp(scaled)
@@ -49,8 +49,8 @@ def sft_loss(
 ) -> torch.Tensor:
     """The supervised loss: -sum(weights x logps) / normaliser, the number of loss tokens of the optimizer step.
 
-    ``weights_BT`` None: 1. ``dft`` weighs each token by its own probability as well, held constant (arXiv 2508.05629).
-    A normaliser of 0, a step without loss tokens, gives 0.
+    ``weights_BT`` None: 1. ``dft`` also weights each token by its own probability, held constant (arXiv 2508.05629). A
+    normaliser of 0 (a step without loss tokens) gives 0.
     """
     check_choice("loss_type", loss_type, SFTLossType)
     logps = masked(logps_BT, mask_BT, "logps_BT")

@@ -40,8 +40,8 @@ TOKENIZED_AT_ONCE = 1024  # prompts
 
 
 def check_before_start(config: TrainConfig, groups: DeviceGroups | None) -> None:
-    """Raises ConfigError for what is not there or damaged, for what megatron cannot do, and for a model, a tokenizer,
-    workers and arguments that do not go together."""
+    """Raises ConfigError for missing or damaged files, and for settings that megatron does not support. Model,
+    tokenizer, workers and arguments must also fit together."""
     with mistakes_of("external_plugins"):
         load_plugins(config.external_plugins)
     check_known(config.report_to)
@@ -67,9 +67,10 @@ def num_train_shards(config: TrainConfig, groups: DeviceGroups | None, role: str
 
 
 def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> None:
-    """Raises ConfigError for an engine that is not there, a field it lacks, or a placement it cannot work in.
+    """Raises ConfigError for an engine that is not installed, an unknown field, or a placement that it does not
+    support.
 
-    Warns of keys that have no effect where role rollout has devices of its own.
+    Warns of keys that have no effect if role rollout has its own devices.
     """
     if config.rollout_engine == "vllm":
         from trainers.rollout.vllm.adapter import check_adapter
@@ -104,8 +105,8 @@ def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> 
     shares_processes = groups is None or groups.group_of("rollout") == groups.group_of("train")
     if size > 1 and shares_processes:
         raise ConfigError(
-            f"vllm_tensor_parallel_size={size}: workers that also train have a slice each. Give role rollout a group "
-            "of its own; with shares_devices_with it may be on the same devices."
+            f"vllm_tensor_parallel_size={size}: workers that also train have a slice each. Give role rollout its own "
+            "group. With shares_devices_with, it may use the same devices."
         )
     if config.rollout_engine == "vllm":
         check_model_fits(f"vllm_tensor_parallel_size={size}", size, groups, "rollout")
@@ -193,6 +194,6 @@ def check_staleness(max_staleness: int, groups: DeviceGroups | None) -> None:
     """Raises ConfigError for completions begun ahead where there is nothing that could run beside training."""
     if max_staleness and (groups is None or groups.share_devices("rollout", "train")):
         raise ConfigError(
-            f"max_staleness={max_staleness} generates while the policy is trained, but both are on the same "
-            "devices. Give role rollout a group with devices of its own, or remove it."
+            f"max_staleness={max_staleness} generates while the policy is trained, but both are on the same devices. "
+            "Give role rollout a group with its own devices, or remove the key."
         )

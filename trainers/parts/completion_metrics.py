@@ -9,7 +9,8 @@ from trainers.metrics import Metrics
 
 
 def rollout_metrics(rollouts: Rollouts) -> Metrics:
-    """Lengths of the completions (of what the model wrote of them), and how many ran into the limit; TRL's names."""
+    """Metrics with TRL's names: lengths of the completions (only the model's own text), and the share that reached the
+    limit."""
     metrics = Metrics()
     lengths_B = rollouts.completion_ids.lengths
     if rollouts.is_sampled is not None:

@@ -29,9 +29,9 @@ from trainers.run.run import resumed_state
 
 @RayHelper.worker(group="reference")
 class Reference(Model):
-    """The reference model, of role reference; ``every`` so many steps it takes ``share`` of the policy's weights.
+    """The reference model, of role reference. Every ``every`` steps, it mixes in ``share`` of the policy's weights.
 
-    ``every`` None: it stays as it is.
+    ``every`` None: it does not change.
     """
 
     def __init__(self, config: TrainConfig, *, every: int | None = None, share: float = 0.0, **settings: Any) -> None:
@@ -39,15 +39,16 @@ class Reference(Model):
         self.every, self.share = every, share
 
     def follow(self, policy: Trained, step: int) -> None:
-        """Mixes the policy, which has made ``step`` optimizer steps, into the reference when that is due."""
+        """Mixes the policy into the reference if that is due after ``step`` optimizer steps."""
         if self.every is not None and step % self.every == 0:
             weights: Any = policy.weights.defer()  # goes from worker to workers, not through the driver
             self.mix(weights)
 
     def precomputed(self, model: str, parts: Sequence[Steppable], *, micro_batch_size: int) -> list[Ragged]:
-        """The model's log-probabilities of the targets of each part's sequences; the model is freed.
+        """The model's log-probabilities of the targets of each part's sequences. Then the model is freed.
 
-        A resumed run reads those of the run before it. A new run never does: a folder may by now hold another model.
+        A resumed run reads the saved log-probabilities. A new run does not, because the folder may now hold another
+        model.
         """
         checkpoint, _ = resumed_state(self.config)
         sequences = [part.as_sequences() for part in parts]

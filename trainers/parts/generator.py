@@ -66,11 +66,12 @@ class Generator:
     """Engines that complete prompts, or play episodes if there is an ``environment``, with the weights of ``policy``.
 
     ``rewarder``: where its functions run in processes, those run beside the engines, and rollouts come with rewards.
-    ``environment`` gives, on a worker and for its tokenizer, what makes the environment of an episode, of
-    ``turn_limit`` turns at most; ``limits_each_turn``: ``max_completion_length`` is of each.
-    ``sync_interval``: engines look for new weights every so many decoding steps and continue with them; ``learned``
-    then sends weights at once. Each engine also finds a call of ``receive`` behind its generations, which does nothing
-    if the weights have come. None: new weights wait until all that was begun has ended.
+    ``environment`` is called on a worker with its tokenizer. It returns a function that makes the environment of an
+    episode. An episode has at most ``turn_limit`` turns. ``limits_each_turn``: ``max_completion_length`` applies to
+    each turn.
+    ``sync_interval``: the number of decoding steps after which engines look for new weights. ``learned`` then sends
+    weights at once. Each engine also finds a call of ``receive`` behind its generations, which does nothing if the
+    weights have come. None: new weights wait until all that was begun has ended.
     """
 
     def __init__(
@@ -126,10 +127,10 @@ class Generator:
     def starts(
         self, rows: Any, tokenizer: Any, groups: np.ndarray | None = None, images: ImageReader | None = None
     ) -> Prompts | Tasks:
-        """What ``begin`` takes: the rows' prompts as token ids, or whole rows where an environment plays them.
+        """The argument of ``begin``: the rows' prompts as token ids, or whole rows if an environment plays them.
 
-        Completions of one number in ``groups`` are rewarded together; None: each by itself. ``images``: of a model that
-        sees pictures.
+        Completions with the same number in ``groups`` are rewarded together. None: each one separately. ``images``: for
+        a vision model.
         """
         groups = np.arange(len(rows)) if groups is None else groups
         if self.environment is not None:
@@ -140,19 +141,19 @@ class Generator:
         return replace(prompts, rows=list(rows), groups=groups)
 
     def complete(self, starts: Prompts | Tasks, *numbers: int, temperature: float | None = None) -> Rollouts:
-        """One completion per prompt, in order; then engines rest. See ``begin``."""
+        """One completion per prompt, in order. Then the engines sleep. See ``begin``."""
         rollouts = self.finished(self.begin(starts, *numbers, temperature=temperature))
         self.rest()
         return rollouts
 
     def begin(self, starts: Prompts | Tasks, *numbers: int, temperature: float | None = None) -> Pending:
-        """Engines complete the prompts, by the policy as it is now.
+        """The engines start to complete the prompts with the current policy.
 
-        ``numbers`` go into the seed: the step of the run (-1 in evaluation), and what tells calls of a step apart. What
-        is drawn for a prompt depends on them and its place, not on the number of workers.
-        ``temperature`` None: the configuration's.
+        ``numbers`` become part of the seed. They are the step of the run (-1 in evaluation) and the number of the call.
+        The completion of a prompt depends on them and on its index, not on the number of workers. ``temperature``
+        None: the configuration's.
 
-        Raises EngineLostError as ``finished`` does, ChannelError if weights do not arrive at the second try either.
+        Raises EngineLostError as ``finished`` does, and ChannelError if weights do not arrive at the second attempt.
         """
         self.update()
         sampling = sampling_of(self.config, temperature)
@@ -166,9 +167,9 @@ class Generator:
             return Pending(begin, begin(), self.version, getattr(own, "images", None))
 
     def finished(self, pending: Pending) -> Rollouts:
-        """The completions; of the policy as it is now, if a worker has died and was replaced meanwhile.
+        """The completions. If a worker has died and was replaced in between, they are from the current policy.
 
-        Whoever dies too often uses up the ``restarts`` of its group.
+        Each death uses one of the ``restarts`` of the group.
 
         Raises:
             EngineLostError: the worker that died trains as well.
@@ -191,7 +192,8 @@ class Generator:
         return self.sync_interval is not None
 
     def learned(self) -> None:
-        """The policy has made an optimizer step; in flight, engines get its weights now. Raises as ``begin`` does."""
+        """Call it after each optimizer step of the policy. Engines with completions in flight get its weights now.
+        Raises the same errors as ``begin``."""
         self.version += 1
         self.is_due = True
         if self.in_flight and self.channel is not None:
@@ -204,7 +206,8 @@ class Generator:
                 self._restore(lost)
 
     def update(self) -> None:
-        """Engines hold the policy's weights, and all that they need to generate. Raises as ``begin`` does."""
+        """After it, the engines hold the policy's weights and are ready to generate. Raises the same errors as
+        ``begin``."""
         if self.run is not None and self.run.step > self.version:
             raise RuntimeError(
                 f"the run has made {self.run.step} optimizer steps, but generator.learned() was called after "
@@ -225,7 +228,7 @@ class Generator:
         self.is_due = False
 
     def rest(self) -> None:
-        """Training beside the engines has its memory back."""
+        """Gives the engines' memory back to the training on the same devices."""
         if self._makes_room:
             self._rest()
             self.is_due = True
@@ -337,7 +340,7 @@ class Generator:
 
     @RayHelper.function(group="rollout")
     def start(self, path: str, images: ImageReader | None = None) -> None:
-        """Builds the engine of this worker, and what works beside it, unless there is one.
+        """Builds the engine of this worker and its reward processes, unless there is one.
 
         Raises:
             ConfigError: the engine needs the shards of train workers that have no engine and would wait for ever.
@@ -358,7 +361,8 @@ class Generator:
             self.stage = Stage(environment, tokenizer, *limits, config.chat_template_kwargs, gather, each, images)
 
     def new_engine(self, path: str, tokenizer: Any, *, gathers: bool) -> Engine:
-        """What ``start`` keeps, for subclasses that host something else; ``gathers`` as in ``build_engine``."""
+        """The engine that ``start`` keeps. Subclasses that host something else override it. ``gathers``: see
+        ``build_engine``."""
         return build_engine(self.config, path, tokenizer, self.policy.backend, gathers=gathers)
 
     @property
@@ -372,13 +376,14 @@ class Generator:
     def meet(self) -> tuple[Way, int]:
         """How weights get to the engines, and how many engines there are.
 
-        It returns when every engine has completed what was asked of it before.
+        It returns when every engine has completed its earlier requests.
         """
         return way_of(self.built, self.policy.backend), RayHelper.current().world_size
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
     def generate(self, starts: Prompts | Tasks, sampling: Sampling, channel: Channel | None, *numbers: int) -> Rollouts:
-        """One completion per prompt, or an episode per task; weights may come by ``channel`` meanwhile."""
+        """One completion per prompt, or one episode per task. New weights may arrive through ``channel`` in the
+        meantime."""
         engine = self.built
         between = arrivals(engine, channel, self.sync_interval)
         if isinstance(starts, Prompts):
@@ -410,7 +415,7 @@ class Generator:
 
     @RayHelper.function(group="rollout")
     def sleep(self) -> None:
-        """The engine gives up what it can do without."""
+        """The engine frees the memory that it does not need."""
         if self.engine is not None:
             rest(self.engine)
 

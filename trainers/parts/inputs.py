@@ -33,8 +33,7 @@ REWARD_MODEL = "reward_model"
 def read_rows(config: RunConfig, source: Any, split: str, images: ImageReader | None = None) -> Any:
     """The rows of ``dataset`` or ``eval_dataset``; ``images``: of a model that sees pictures, which rows then may have.
 
-    Of the rows to learn from it is counted how many are left out, here and later. Raises ConfigError if there are none
-    of the kind.
+    For training rows it counts how many are left out, here and later. Raises ConfigError if there are no rows.
     """
     learns = isinstance(config, TrainConfig) and (source, split) == config.training_data
     counted.set(Counted((source, split), is_open=True) if learns else replace(counted.get(), is_open=False))
@@ -146,10 +145,10 @@ def read_prompts(
     *,
     added_columns: Sequence[str] = (),
 ) -> Any:
-    """As ``read_rows``, of rows that each have a prompt to complete, and the columns that ``reward_funcs`` ask for.
+    """The rows of ``read_rows``, checked: each has a prompt to complete, and the columns that ``reward_funcs`` need.
 
-    ``tokenizer``: of the run; None: the one of ``config.model``, if that is a folder. ``added_columns``: of those that
-    the functions ask for, the ones that the trainer itself adds before it rewards completions.
+    ``tokenizer``: the run's. None: the tokenizer of ``config.model``, if that is a folder. ``added_columns``: the
+    columns for the functions that the trainer itself adds before it rewards completions.
 
     Raises:
         ConfigError: rows have no prompt, or a broken one, and ``skip_broken_rows`` is false. It names the first few.
@@ -212,7 +211,8 @@ def skips_broken(config: RunConfig) -> bool:
 
 
 def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:
-    """The folder or hub name of the model, built first if a plugin builds it or it grows, and its tokenizer.
+    """The folder or hub name of the model, and its tokenizer. If a plugin makes the model, or it needs new tokens, it
+    is built first.
 
     Raises:
         ConfigError: a tokenizer that cannot be loaded, has no end-of-sequence token, or has more tokens than the model.

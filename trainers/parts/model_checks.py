@@ -86,7 +86,7 @@ def check_model_folder(config: TrainConfig) -> None:
     check_whole(found, config.model, config.backend, scores=config.SCORES)
     if config.backend == "megatron" and found.model_type in SEEING and new_tokens(config):
         raise ConfigError(
-            f"new_special_tokens: {config.model!r} also sees, and would lose its tower where it gets rows for new "
+            f"new_special_tokens: {config.model!r} is a vision model, and would lose its tower with rows for new "
             "tokens. Remove them."
         )
     check_vision_model(config, found)
@@ -265,8 +265,8 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp", *, scores
     if towers and kind is not None and getattr(kind, "config_class", None) is not type(configuration):
         raise ConfigError(
             f"model: {model!r} has a {towers[0].removesuffix('_config')} tower, and is trained here by "
-            f"{kind.__name__}, which is only for text. The saved model would lack its tower. Vision models "
-            "are trained with backend: fsdp; models that hear are not supported yet."
+            f"{kind.__name__}, which is only for text. The saved model would lack its tower. Train vision models with "
+            "backend: fsdp. Audio models are not supported yet."
         )
 
 
@@ -318,7 +318,13 @@ def check_engine_sees(config: Any, found: Any) -> None:
     from trainers.rollout.vllm.vision.features import check_pictures
 
     check_pictures(found)
-    is_whole = not {"vit", "aligner"} & set(vision_settings(config)["frozen"])
+    frozen = set(vision_settings(config)["frozen"])
+    is_whole = not {"vit", "aligner"} & frozen
+    if config.vllm_enable_lora and not {"vit", "aligner"} <= frozen:
+        raise ConfigError(
+            "vllm_enable_lora: the engine runs an adapter of the language model only. Set freeze_vit: true and "
+            "freeze_aligner: true, or vllm_enable_lora: false, which merges the adapter into the engine's weights."
+        )
     drops = getattr(config, "sleep_level", 0) == 2 or config.vllm_engine_kwargs.get("load_format") == "dummy"
     if config.backend == "megatron" and not is_whole and drops:
         raise ConfigError(

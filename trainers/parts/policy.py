@@ -31,8 +31,8 @@ from trainers.metrics import Metrics
 from trainers.parts.models import build_backend, num_shards
 from trainers.parts.weights import exported, first_of, make_room, send
 
-LOST = "this worker has no {}: build was not called, or it took the place of a worker that died. Resume the run from a \
-checkpoint (resume_from_checkpoint: auto), or let it go on by itself (resume_on_failure: N)."
+LOST = "this worker has no {}: build was not called, or the worker replaced a worker that died. Resume the run from a \
+checkpoint (resume_from_checkpoint: auto), or let it continue by itself (resume_on_failure: N)."
 
 
 class ModelLostError(WorkerDiedError):
@@ -49,9 +49,9 @@ def token_logps(
 class Model:
     """A model on the workers of the one role of the class that inherits this. ``backend`` is None elsewhere.
 
-    ``temperature`` divides logits; None: that of the configuration where it has one, else 1. ``score`` is what
-    ``logps`` calls, for batches whose rows are more than a sequence. ``rests``: between calls the model waits in the
-    memory of the host. ``settings`` are further arguments of the backend.
+    ``temperature`` divides logits. None: the temperature of the configuration if it has one, else 1. ``logps`` calls
+    ``score``, for batches whose rows are more than a sequence. ``rests``: between calls the model is offloaded to the
+    host. ``settings`` are further arguments of the backend.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Model:
 
     @RayHelper.function(group="own")
     def build(self, model: str, num_steps: int | None = None, **settings: Any) -> None:
-        """Loads a folder or hub name; ``num_steps``: of the optimizer, None for a model that only scores."""
+        """Loads a folder or hub name. ``num_steps``: steps of the optimizer, None for a model that only scores."""
         self.backend = self.new_backend(model, num_steps, **self.settings | settings)
         self.shard = RayHelper.current().shard  # for a model that is to get the same slices
         if self.rests:
@@ -89,7 +89,7 @@ class Model:
 
     @RayHelper.function(group="own", dispatch="slice", collect="flatten")
     def top_logps(self, sequences: Sequences, k: int, adapter: bool = True) -> TopLogps:
-        """The ``k`` likeliest tokens at each target."""
+        """The top ``k`` tokens at each target."""
         with self.at_hand() as backend:
             ids, logps = backend.top_logps(
                 sequences,
@@ -113,7 +113,7 @@ class Model:
     # On a worker of the role
 
     def new_backend(self, model: str, num_steps: int | None, **settings: Any) -> Backend:
-        """What ``build`` keeps, for subclasses that host something else."""
+        """The backend that ``build`` keeps. Subclasses that host something else override it."""
         return build_backend(self.config, model, num_training_steps=num_steps, **settings)
 
     @property
@@ -125,7 +125,7 @@ class Model:
 
     @contextlib.contextmanager
     def at_hand(self) -> Iterator[Backend]:
-        """Inside, the model is on its device."""
+        """A context in which the model is on its device."""
         backend = self.built
         if not self.rests:
             yield backend
@@ -141,7 +141,7 @@ class Trained(Model):
     """A model that learns.
 
     ``measure(backend, config, samples, numbers)`` gives the metrics of a worker's slice without learning.
-    ``token_function`` gives the loss further numbers of each target.
+    ``token_function`` gives the loss more numbers for each target.
     """
 
     def __init__(
@@ -182,22 +182,22 @@ class Trained(Model):
 
     @RayHelper.function(group="own", collect=first_of)
     def weights(self) -> dict[str, torch.Tensor]:
-        """All weights by their Hugging Face names, on the CPU, for a model that follows this one now and then."""
+        """All weights by their Hugging Face names, on the CPU, for a model that follows this one."""
         return exported(self.built)
 
     @RayHelper.function(group="own")
     def export(self, folder: Path) -> None:
-        """Writes the model alone, as a Hugging Face folder."""
+        """Writes only the model, as a Hugging Face folder."""
         self.built.export(folder)
 
     def reported(self, metrics: Metrics) -> Metrics:
-        """What a worker reports of a step, for subclasses that report something else."""
+        """The metrics of a step on a worker. Subclasses that report something else override it."""
         return metrics
 
 
 @RayHelper.worker(group="train")
 class Policy(Trained):
-    """The policy, of role train. A ``Generator`` calls the last three methods; they need a ``CompletionConfig``."""
+    """The policy, of role train. A ``Generator`` calls the last three methods. They need a ``CompletionConfig``."""
 
     @RayHelper.function(group="train", dispatch="slice", collect="flatten")
     def scores(self, samples: Sequences) -> tuple[Ragged, Ragged]:
@@ -208,10 +208,10 @@ class Policy(Trained):
 
     @RayHelper.function(group="train", dispatch=RayHelper.balanced(), collect="flatten")
     def values(self, samples: Any, micro_batch_size: int | None = None, as_in_step: bool = False) -> Ragged:
-        """float32, of each row what its sequences give at their targets, of a model without a language head.
+        """float32, the outputs of a model without a language head at the targets of each row's sequences.
 
-        ``micro_batch_size`` None: as of ``step``. ``as_in_step``: what ``step`` will find, dropout included, if it is
-        called next with these samples.
+        ``micro_batch_size`` None: the same as in ``step``. ``as_in_step``: the values of the next ``step`` with these
+        samples, with its dropout.
         """
         size = micro_batch_size or self.config.per_device_train_batch_size
         found: Ragged = cast(Any, self.built).token_values(samples, micro_batch_size=size, as_in_step=as_in_step)
@@ -219,17 +219,17 @@ class Policy(Trained):
 
     @RayHelper.function(group="train")
     def send(self, channel: Channel, version: int) -> None:
-        """Worker 0 sends the weights to the engines; the others gather with it."""
+        """Worker 0 sends the weights to the engines. The other workers help to gather them."""
         send(self.completion_config, self.built, channel, version)
 
     @RayHelper.function(group="train")
     def make_room(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Offloads what is in the way of this part of an engine on the same devices."""
+        """Offloads the parts of the policy whose memory an engine on the same devices needs."""
         make_room(self.completion_config, self.built, part)
 
     @RayHelper.function(group="train")
     def reload(self) -> None:
-        """Brings back what ``make_room`` offloaded."""
+        """Loads the parts again that ``make_room`` offloaded."""
         self.built.reload()
 
     @property
@@ -244,7 +244,8 @@ class DefaultPolicy(Trained):
 
 @RayHelper.worker(group="critic")
 class Critic(Trained):
-    """A value model that learns beside a policy, of role critic: one number per target, read off before it."""
+    """A value model that learns together with a policy, of role critic. It gives one number per target, from the
+    position before it."""
 
     def __init__(self, config: TrainConfig, policy: Model, **settings: Any) -> None:
         super().__init__(config, head="value", values_at="predicting", **settings)
@@ -256,7 +257,7 @@ class Critic(Trained):
         return self.built.token_values(states, micro_batch_size=self.config.per_device_train_batch_size)
 
     def reported(self, metrics: Metrics) -> Metrics:
-        """Under names of the critic's own, without what the policy reports of the same tokens and devices."""
+        """The metrics under the critic's own names, without metrics that the policy already reports."""
         own = ("grad_norm", "learning_rate", "moe_aux_loss", "moe_z_loss")  # losses add up
         metrics = metrics.renamed({name: f"critic/{name}" for name in own}).without("update_tokens")
         return metrics if self.policy.backend is None else metrics.without("update_peak_flops")

@@ -38,9 +38,9 @@ from trainers.rewards.texts import chat_completions
 class Rewarder:
     """K rewards per completion: of ``functions``, of ``models`` and, if ``has_environment``, of the environment.
 
-    ``functions`` and ``models`` are as a configuration names them. ``weights`` None: 1 for each. ``num_processes``:
-    beside every rollout worker, for the functions; 0: the driver runs them. ``timeout_s``: of a function for the
-    completions that it is given at once; None: no limit.
+    ``functions`` and ``models`` have the form of the configuration. ``weights`` None: 1 for each. ``num_processes``:
+    reward processes per rollout worker. 0: the driver runs the functions. ``timeout_s``: the limit of one call of a
+    function. None: no limit.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Rewarder:
     # The driver's part
 
     def prepare(self, tokenizer: Any, images: ImageReader | None = None) -> None:
-        """Finds the functions; ``tokenizer`` decodes completions. ``images``: reads the pictures that models see.
+        """Finds the functions. ``tokenizer`` decodes completions. ``images`` reads pictures for the models.
 
-        Raises ConfigError for a function that is not there, or if nothing rewards completions.
+        Raises ConfigError for an unknown function, or if nothing rewards completions.
         """
         self.tokenizer, self.images = tokenizer, images
         with mistakes_of("reward_funcs"):
@@ -100,7 +100,7 @@ class Rewarder:
         return score(self.functions, prompts, completions, ids, told, runner=runner, limit_s=limit_s)
 
     def asked(self, rows: Any) -> list[Any]:
-        """The prompts as models read them: where they see pictures, each has a part of its message."""
+        """The prompts in the form for models. For vision models, each picture is a part of its message."""
         images = self.images
         return [prompt_of(row if images is None else images.prompt(row)[0]) for row in rows]
 
@@ -111,7 +111,7 @@ class Rewarder:
         return chat_completions(list(map(prompt_of, rows)), self.texts(rollouts))
 
     def texts(self, rollouts: Rollouts) -> list[str]:
-        """What the model wrote, without special tokens."""
+        """The text of the model, without special tokens."""
         texts: list[str] = self.tokenizer.batch_decode(list(rollouts.completion_ids), skip_special_tokens=True)
         return texts
 
@@ -122,9 +122,10 @@ class Rewarder:
         rewards_BK: np.ndarray,
         advantages: np.ndarray | Ragged | None = None,
     ) -> dict[str, Any]:
-        """Prompts, completions and rewards as the columns of a table; their advantages, of tokens the mean.
+        """Prompts, completions, rewards and advantages as the columns of a table. An advantage per token is shown as
+        its mean.
 
-        With an environment, also ``turns``: who wrote what, in order.
+        With an environment, also ``turns``: each turn with its author, in order.
         """
         rewards = {name: rewards_BK[:, k] for k, name in enumerate(self.names)}
         columns = {"prompt": prompts, "completion": self.texts(rollouts), **rewards}
@@ -137,7 +138,8 @@ class Rewarder:
         return columns
 
     def turns(self, rollouts: Rollouts) -> list[list[dict[str, str]]]:
-        """Of each completion who wrote what, in order: ``model`` what was sampled, ``environment`` the rest."""
+        """The turns of each completion with their authors, in order: ``model`` for sampled text, ``environment`` for
+        all other text."""
         assert rollouts.is_sampled is not None
         told = []
         for ids, is_sampled in zip(rollouts.completion_ids, rollouts.is_sampled, strict=True):
@@ -149,7 +151,7 @@ class Rewarder:
         return told
 
     def totals(self, rewards_BK: np.ndarray) -> np.ndarray:
-        """(B,) float64, the weighted sum of each completion's rewards; NaN where no reward has anything to say."""
+        """(B,) float64, the weighted sum of each completion's rewards. NaN for a completion without any reward."""
         return total_rewards(rewards_BK, self.weights)
 
     def metrics(self, rewards_BK: np.ndarray, num_generations: int = 1) -> Metrics:
@@ -164,9 +166,9 @@ class Rewarder:
     # Beside an engine, on a worker of role rollout
 
     def new_pool(self) -> RewardPool | None:
-        """Processes for the functions. None: the driver runs them, or another worker gives this one's completions out.
+        """Processes for the functions. None: the driver runs them, or another worker returns this worker's completions.
 
-        Raises ConfigError for functions that other processes cannot be sent.
+        Raises ConfigError for functions that cannot be sent to other processes.
         """
         if not self.num_processes or not RayHelper.current().shard.leader:
             return None
@@ -191,7 +193,7 @@ class Rewarder:
 
     @RayHelper.function(group="reward", dispatch="slice", collect="flatten")
     def judge(self, prompts: list[Any], completions: list[Any], images: list[Pictures] | None = None) -> np.ndarray:
-        """(B, models) float32. Raises ValueError naming a model whose score of a completion is not finite.
+        """(B, models) float32. Raises ValueError with the name of the model for a score that is not finite.
 
         ``images``: the pictures of each prompt.
         """
@@ -207,8 +209,8 @@ def pool_of(
 
 
 def check_rewards(config: CompletionConfig, functions: Sequence[Any], num_processes: int = 0) -> None:
-    """Raises ConfigError for functions that are not there, or that other processes cannot be sent, and for models that
-    are none of rewards."""
+    """Raises ConfigError for unknown functions, functions that cannot be sent to other processes, and models that are
+    no reward models."""
     models = getattr(config, "reward_model", None) or []
     with mistakes_of("reward_model"):
         for model in [models] if isinstance(models, str) else models:

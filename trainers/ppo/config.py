@@ -132,7 +132,7 @@ def check_ppo(config: PPOConfig) -> None:
             "(reward_funcs, and reward_model as the last)"
         )
     if config.ref_model is not None and not config.kl_coef:
-        raise ConfigError("ref_model is set, but kl_coef is 0, so that nobody would ask it. Remove one of them.")
+        raise ConfigError("ref_model is set, but kl_coef is 0, so it would have no effect. Remove one of them.")
     if not 0 < config.temperature < math.inf:
         raise ConfigError(f"temperature must be positive to explore, got {config.temperature}; see eval_temperature")
     for name in ("gamma", "lam"):

@@ -89,7 +89,7 @@ def _read_settings(run: Recorded) -> None:
     except FileNotFoundError:
         run.problems.append("config.yaml is missing: the settings of the run are not known.")
     except (OSError, ValueError, yaml.YAMLError) as error:
-        run.problems.append(f"config.yaml cannot be read ({_first_line(error)}): the settings are shown as they stand.")
+        run.problems.append(f"config.yaml cannot be read ({_first_line(error)}): the settings are shown unchanged.")
 
 
 def _read_origin(run: Recorded) -> None:

@@ -206,8 +206,8 @@ def check_reranker(config: RerankingConfig, found: Any) -> None:
     is_classifier = any(name.endswith("ForSequenceClassification") for name in names)
     if has_code and not config.is_generative and not is_classifier:
         raise ConfigError(
-            f"model: {config.model!r} ({', '.join(names)}) has a reranker of its own code, which is not trained here. "
-            "Take a language model, or a reranker of transformers."
+            f"model: {config.model!r} ({', '.join(names)}) has its own reranker code, which is not trained here. Take "
+            "a language model, or a reranker of transformers."
         )
     if config.is_generative and is_encoder(found):
         raise ConfigError(f"model: {config.model!r} writes no answer. Write task_type: reranker")

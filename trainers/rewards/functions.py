@@ -315,8 +315,8 @@ class SoftOverlong:
 
         if not 0 < soft_cache_length <= soft_max_length:
             raise ValueError(
-                f"soft_cache_length={soft_cache_length} must lie in (0, soft_max_length={soft_max_length}]: over so "
-                "many tokens the reward falls"
+                f"soft_cache_length={soft_cache_length} must lie in (0, soft_max_length={soft_max_length}]: over this "
+                "number of tokens the reward falls"
             )
         self.function = get_soft_overlong_punishment(soft_max_length, soft_cache_length)
 

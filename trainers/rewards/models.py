@@ -167,7 +167,7 @@ def check_reward_model(model: str | Path, trust_remote_code: bool) -> None:
             "loads it in a file of external_plugins, and name that function (reward_funcs; in sampling prm_model)"
         )
     if is_own and not trust_remote_code:
-        raise ValueError(f"{str(model)!r} comes with code of its own ({own[CLASSIFIER]}). Set trust_remote_code: true")
+        raise ValueError(f"{str(model)!r} brings its own code ({own[CLASSIFIER]}). Set trust_remote_code: true")
 
 
 def _load_tokenizer(model: str | Path, trust_remote_code: bool) -> Any:

@@ -337,8 +337,8 @@ class Scheduled:
             owner = next((kind for kind in self.kind.__mro__ if method in vars(kind)), RolloutScheduler)
             if owner.__module__ != __name__:
                 raise ValueError(
-                    f"multi_turn_scheduler {self.name!r}: {owner.__name__} has a {method} of its own, which is not "
-                    "supported. Write check_finished and step, or an environment (@register_environment)."
+                    f"multi_turn_scheduler {self.name!r}: {owner.__name__} has a {method} of its own, which RayHelper "
+                    "does not support. Write check_finished and step, or an environment (@register_environment)."
                 )
         game = arguments.get("gym_env")
         if game is not None and game not in GAMES:

@@ -76,7 +76,7 @@ class Best:
         name = self.checkpoint
         if self.config.load_best_model_at_end and name is not None and not (output_dir / name).is_dir():
             raise ConfigError(
-                f"load_best_model_at_end: the best checkpoint of the run that goes on is {name}, which is not in "
+                f"load_best_model_at_end: the best checkpoint of the continued run is {name}, which is not in "
                 f"{output_dir}. Copy it there, or remove load_best_model_at_end."
             )
 

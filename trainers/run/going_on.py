@@ -23,7 +23,7 @@ FAILURES = (WorkerDiedError, DeadlineError)
 is_going_on: ContextVar[bool] = ContextVar("is_going_on", default=False)  # whether ``going_on`` runs the trainer
 builds_model: ContextVar[str | None] = ContextVar("builds_model", default=None)  # of a plugin, which may train it
 resumes_too: ContextVar[bool] = ContextVar("resumes_too", default=False)  # runs that build the model, as the command's
-CONTINUE = "To go on, run the same command with --resume_from_checkpoint auto"
+CONTINUE = "To continue, run the same command with --resume_from_checkpoint auto"
 logger = logging.getLogger(__name__)
 
 
@@ -56,7 +56,7 @@ def going_on(config: Any, start: Callable[[Any], dict[str, float]]) -> dict[str,
                 found = newest(folder).folder
                 is_own = found is not None and ages(folder)[found] != before.get(found)
                 told = str(error).partition("\n")[0]
-                where = f"goes on from {found}" if is_own else "begins again, as it has no checkpoint yet"
+                where = f"continues from {found}" if is_own else "begins again, because it has no checkpoint yet"
                 logger.warning("resume_on_failure: the run %s, %d resumes left: %s", where, num_left, told)
             config = dataclasses.replace(config, resume_from_checkpoint=str(found) if is_own else first)
     finally:

@@ -59,7 +59,7 @@ def start_lines(config: TrainConfig, checkpoint: Path | None) -> Iterator[str]:
         yield f"resume_from_checkpoint: {folder} has no checkpoint, so the run starts at step 0"
     if final.exists():
         can_resume = found and not config.resume_from_checkpoint and builds_model.get() is None
-        advice = "; to go on with that run, write resume_from_checkpoint: auto" if can_resume else ""
+        advice = "; to continue that run, write resume_from_checkpoint: auto" if can_resume else ""
         yield (
             f"{final} is of an earlier run, and is replaced at the end of this one. To keep it, write another "
             f"output_dir{advice}"
@@ -85,7 +85,7 @@ def _learns(config: TrainConfig) -> str:
         return told
     if config.has_adapter:
         return f"{told} (none in {' and '.join(frozen)})" if sees else told
-    return f"{told} except those of {' and '.join(frozen)}{'' if sees else ' of a model that sees'}"
+    return f"{told} except {' and '.join(frozen)}{'' if sees else ' of a vision model'}"
 
 
 def _has_tower(model: str) -> bool | None:

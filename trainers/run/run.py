@@ -85,8 +85,8 @@ CONTENTS = "fingerprint of the rows"  # the name of it in what a checkpoint says
 class Run:
     """Progress, logs and checkpoints of one call of ``train()``; a context manager that closes the logs.
 
-    ``order`` says what decides which rows a step sees, and ``rows`` are all of them; None: they are not compared.
-    Raises ConfigError if a checkpoint was written under another order, or of other rows.
+    ``order`` holds the numbers that decide the rows of a step, and ``rows`` are all rows. None: they are not compared.
+    Raises ConfigError if a checkpoint was written with another order, or with other rows.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Run:
 
     @RayHelper.function(group="driver", execute="first")
     def open_logs(self) -> None:
-        """Takes the folder, keeps the configuration, and opens what the run's numbers are written to."""
+        """Takes the folder, saves the configuration, and opens the files and trackers for metrics."""
         config = self.config
         if config.resume_on_failure and not is_going_on.get():
             logger.warning(
@@ -198,7 +198,7 @@ class Run:
             raise StepGivenUp(EXIT_CODE) from error
 
     def report(self, error: BaseException | None) -> None:
-        """Writes down how the run ended, and the page that shows it. Process 0 calls it."""
+        """Records how the run ended, and writes its report. Process 0 calls it."""
         how = "finished" if error is None else f"ended by {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if error is not None and self.signals.watch.has_given_up:
             how = "stopped in a step or in saving that did not end, and not saved"
@@ -249,10 +249,10 @@ class Run:
         )
 
     def rounds(self, trainer: Trainer, state: Callable[[], Mapping[str, Any]] = dict) -> Iterator[int]:
-        """Its step, again and again until the run is over; each time the caller makes one optimizer step or several.
+        """The step numbers until the run is over. For each one, the caller makes one optimizer step or several.
 
-        First the run is resumed; between rounds the trainer is evaluated and saved when that is due, with ``state()``
-        as its ``trainer_state``; at the end it is evaluated once more.
+        First the run is resumed. Between rounds the trainer is evaluated and saved when that is due, with ``state()``
+        as its ``trainer_state``. At the end it is evaluated again.
 
         Raises:
             Stopped: a signal or ``save_before_s`` asked the run to end early; it is saved.
@@ -303,7 +303,7 @@ class Run:
         self.first_knows = pass_end_on()
 
     def end_early(self, stop: Stop) -> NoReturn:
-        """Says how to go on from the checkpoint that has just been saved. Raises Stopped."""
+        """Prints how to continue from the checkpoint that has just been saved. Raises Stopped."""
         with self.signals.watch.saving():
             self.wait_until_written()
         if self.trackers is not None:
@@ -314,7 +314,7 @@ class Run:
         raise Stopped(stop.code)
 
     def resume(self, load: SaveFunction) -> None:
-        """Restores the workers from the checkpoint that the run goes on from, if there is one."""
+        """Restores the workers from the checkpoint of the resumed run, if there is one."""
         if self.checkpoint is not None:
             size = self.order.get(SEQUENCES_PER_STEP)
             logger.info("going on from %s (step %d of %d)", self.checkpoint, self.step, self.num_steps)
@@ -325,19 +325,19 @@ class Run:
                     load(self.checkpoint)
             except Exception as error:
                 error.add_note(
-                    f"The run was to go on from {self.checkpoint}. If that is damaged, name an earlier one as "
+                    f"The run should continue from {self.checkpoint}. If that is damaged, name an earlier one as "
                     "resume_from_checkpoint."
                 )
                 raise
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Inside, the driver's time counts as this phase of the step; the step is that of the next ``log_step``."""
+        """A context in which the driver's time counts as this phase of the step of the next ``log_step``."""
         return self.stopwatch.phase(name)
 
     def log_step(self, metrics: Metrics, *, epoch: float, num_epochs: int | None = None) -> None:
         """Counts an optimizer step and writes its numbers, under TRL's names, and where its time went.
 
-        ``num_epochs`` is how often the rows have been gone through to their end; None: as ``epoch`` says.
+        ``num_epochs`` is the number of complete passes over the rows. None: by ``epoch``.
 
         Raises:
             BadStepsError: the last ``max_bad_steps`` steps had a loss or gradient norm that is not finite.
@@ -366,7 +366,7 @@ class Run:
         self.bad_steps.check()
 
     def evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> bool:
-        """Writes the numbers that ``evaluate`` finds. Its time is of no step, whatever phases it goes through.
+        """Writes the numbers that ``evaluate`` finds. Its time belongs to no step.
 
         Returns whether the model is better than at any evaluation before.
         """
@@ -374,10 +374,10 @@ class Run:
             return self.log_evaluation(evaluate())
 
     def log_evaluation(self, numbers: Mapping[str, float]) -> bool:
-        """Writes the numbers of an evaluation; the first and the last are shown side by side at the end.
+        """Writes the numbers of an evaluation. At the end, the first and the last one are shown side by side.
 
-        Returns whether the model is better than at any evaluation before. Raises ConfigError if the numbers do not hold
-        the one that ``metric_for_best_model`` names.
+        Returns whether the model is better than at any evaluation before. Raises ConfigError if
+        ``metric_for_best_model`` is not among the numbers.
         """
         is_better = self.best.see(numbers)
         if self.step == 0:
@@ -394,7 +394,7 @@ class Run:
         return self.step == 0 or (self.step + num_steps) // every > self.step // every
 
     def log_completions(self, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Keeps the completions that the next step learns from."""
+        """Saves the completions that the next step learns from."""
         if self.trackers is not None:
             self.trackers.completions(self.step + 1, columns)
 
@@ -407,7 +407,7 @@ class Run:
     def is_time(self, strategy: str, every: int | None, num_steps: int, *, is_better: bool = False) -> bool:
         """Whether ``eval_strategy`` or ``save_strategy`` asks for something after a round of ``num_steps`` steps.
 
-        Not at the end of the run, where all is evaluated and saved anyway.
+        It is False at the end of the run, which always evaluates and saves.
         """
         if strategy == "steps":
             return self.due(every, num_steps)
@@ -422,13 +422,13 @@ class Run:
         *,
         is_due: bool = True,
     ) -> None:
-        """Writes ``checkpoint-N``: the workers' part, tokenizer, position in the data; old ones beyond the limit go.
+        """Writes ``checkpoint-N``: the workers' part, tokenizer, position in the data. Old ones above the limit go.
 
-        ``trainer_state`` is what else the trainer needs to go on, as JSON knows it; a resumed run finds it under this
+        ``trainer_state`` is any other JSON data that the trainer needs to continue. A resumed run has it under this
         name.
 
-        An evaluation that is due at the same step comes first: it tells whether this is the best checkpoint so far. One
-        that is not due, as of a run that was stopped, is not judged. The time is of no step.
+        An evaluation that is due at the same step comes first. It decides whether this checkpoint is the best. Without
+        it, as in a stopped run, the checkpoint is not judged. The time belongs to no step.
         """
         folder = checkpoint_folder(self.output_dir, self.step)
         if is_due and self.last_evaluation:
@@ -450,7 +450,7 @@ class Run:
             self.write(folder, save, tokenizer, state)
 
     def load_best(self, load: SaveFunction) -> None:
-        """Goes back to the model of the best checkpoint, unless the last evaluation is better, or is of that model."""
+        """Loads the model of the best checkpoint, unless the last evaluation is better or is of that model."""
         if self.best.is_beaten_by(self.last_evaluation):
             logger.info("load_best_model_at_end: the final model comes from the last step, which is the best")
             return
@@ -464,9 +464,9 @@ class Run:
             load(folder)
 
     def write(self, folder: Path, save: SaveFunction, tokenizer: Any, state: Mapping[str, Any] | None) -> None:
-        """Writes ``folder``: the workers their parts, process 0 the rest; it has its name once all is written.
+        """Writes ``folder``: the workers write their parts, process 0 the rest. It gets its name when all is written.
 
-        Workers may go on writing while training does; the next folder waits for them.
+        Workers may continue to write while training continues. The next folder waits for them.
         """
         with self.signals.watch.saving():
             self.wait_until_written()
@@ -481,7 +481,7 @@ class Run:
 
     @RayHelper.function(group="driver", execute="first")
     def begin(self, folder: Path) -> Path:
-        """The empty folder that all may write into, once this call has ended.
+        """The empty folder into which all workers write after this call.
 
         Raises:
             RuntimeError: another run has taken ``output_dir`` over.
@@ -501,7 +501,7 @@ class Run:
 
     @RayHelper.function(group="driver", execute="first")
     def wait_until_written(self) -> None:
-        """Returns when workers have written all that they went on writing, and the folder has its name."""
+        """Returns when workers have written all files, and the folder has its name."""
         while self.unnamed is not None:
             self._name_if_written()
             if self.unnamed is not None:
@@ -529,7 +529,7 @@ class Run:
             rotate(self.output_dir, self.config.save_total_limit, self.best.checkpoint)
 
     def finish(self, export: SaveFunction, tokenizer: Any) -> dict[str, float]:
-        """Writes the trained model to ``output_dir/final`` and says what evaluation found before and after."""
+        """Writes the trained model to ``output_dir/final``, and prints the evaluation before and after."""
         folder = self.final
         with self.signals.watch.saving():
             self.write(folder, export, tokenizer, None)
@@ -569,7 +569,7 @@ def resumed_state(config: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
 
 
 def saved_order(config: TrainConfig) -> Mapping[str, Any]:
-    """What decided which rows a step saw in the run that is gone on with; nothing for a new run."""
+    """The numbers that decided the rows of each step in the resumed run. It is empty for a new run."""
     _, state = resumed_state(config)
     order: dict[str, Any] = state.get("order", {})
     return order
@@ -583,8 +583,8 @@ def _check_same_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], 
     ]
     if changed:
         raise ConfigError(
-            f"resume_from_checkpoint: {checkpoint} brings an optimizer, a schedule and a model of its own, and other "
-            f"keys were given ({'; '.join(changed)}). Change that back, or start a new run from the exported model."
+            f"resume_from_checkpoint: {checkpoint} has its own optimizer, schedule and model, but other keys were "
+            f"given ({'; '.join(changed)}). Change that back, or start a new run from the exported model."
         )
 
 

@@ -237,14 +237,14 @@ def _check_engine(config: SamplingConfig) -> None:
             )
         for name in ("base_url", "api_key"):
             if name in config.engine_kwargs:
-                raise ConfigError(f"{name} is a key of its own; take it out of engine_kwargs, which are written down")
+                raise ConfigError(f"{name} is a separate key; remove it from engine_kwargs, which are written to files")
     elif config.base_url:
         raise ConfigError(f"base_url is for sampler_engine client; sampler_engine is {config.sampler_engine}")
     sees = config.max_pixels is not None or config.image_processor_kwargs or config.image_urls
     if config.engine not in LOCAL and sees:
         raise ConfigError(
             "max_pixels, image_processor_kwargs and image_urls are for sampler_engine hf and vllm; sampler_engine is "
-            f"{config.sampler_engine}. Other engines see no pictures. Remove them."
+            f"{config.sampler_engine}. Other engines take no pictures. Remove them."
         )
     if config.engine == "vllm" and config.rollout_batch_size is not None:
         raise ConfigError("rollout_batch_size is for sampler_engine hf; vllm takes engine_kwargs: {max_num_seqs: N}")
@@ -264,7 +264,7 @@ def _check_choosing(config: SamplingConfig) -> None:
             raise ConfigError(f"easy_query_threshold must lie in (0, 1], got {config.easy_query_threshold}")
         if config.orm_model is None:
             raise ConfigError(
-                "easy_query_threshold counts correct candidates, and no orm_model says which are. Add one."
+                "easy_query_threshold counts correct candidates, but there is no orm_model to find them. Add one."
             )
     if config.prm_threshold != 0 and config.prm_model is None:
         raise ConfigError("prm_threshold is set, but there is no prm_model. Add one.")

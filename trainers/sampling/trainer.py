@@ -287,7 +287,7 @@ class SamplingTrainer:
             + f"; acceptance {numbers['acceptance']:.1%}, {numbers['tokens_per_second']:.0f} tokens/s"
         )
         self.trackers.console.write(
-            f"{told['num_samples']} samples are in {path}, what became of each row in its .ledger"
+            f"{told['num_samples']} samples are in {path}, and the outcome of each row is in its .ledger"
         )
         origin.end(self.config.log_dir, self.step, "finished")
         write_of(self.config.log_dir)

@@ -60,7 +60,7 @@ class SFTConfig(TrainConfig):
     per_device_eval_batch_size: int = 8
     """Sequences that a worker passes through the model at once in evaluation."""
     max_eval_sequences: int | None = None
-    """Evaluate at most this number of sequences, the first ones; with packing, of packs. null: all."""
+    """Largest number of sequences in an evaluation (with packing: of packs). The first ones are taken. null: all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,7 +98,7 @@ class SFTConfig(TrainConfig):
         if self.streaming and self.dataloader_drop_last:
             raise ConfigError("dataloader_drop_last is not supported with streaming. Remove it.")
         if self.streaming:
-            unread(self, "streaming reads rows while the run goes on", "group_by_length")
+            unread(self, "streaming reads rows while the run continues", "group_by_length")
         if not (self.streaming and self.shuffle_dataset):
             unread(self, "rows are not drawn from a stream's buffer", "shuffle_buffer_size")
         if scale is not None and self.assistant_only_loss:

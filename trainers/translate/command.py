@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
 
         print(
             USAGE.format(program=program_name()),
-            f"SYSTEM is one of {', '.join(SYSTEMS)}; left out, the source says it.",
+            f"SYSTEM is one of {', '.join(SYSTEMS)}. Without --from, the source decides.",
             sep="\n",
             file=sys.stderr,
         )

@@ -21,7 +21,7 @@ def translate(source: Source, ours: Ours, name: str | None) -> None:
     values = given_keys(words, [])[0].values
     kind = values.get("rlhf_type")
     if name is None and kind is None:
-        ours.refuse(source.name, "nothing says which trainer it is for. Write --trainer sft, dpo, grpo, ...")
+        ours.refuse(source.name, "the file does not name its trainer. Write --trainer sft, dpo, grpo, ...")
         return
     name = RLHF if name is None else name
     command = command_named(name, kind, task_of(values))

@@ -40,13 +40,13 @@ WITHOUT = {
     "reward_pretrain": "a rule needs no model",
     "validation.": "write eval_dataset",
     "actor_train.data_args.preprocessing_num_workers": "rows are tokenized where they are used",
-    "actor_train.data_args.dataset_dir": "file_name says where the rows are",
+    "actor_train.data_args.dataset_dir": "file_name is the place of the rows",
     "actor_train.data_args.interleave_probs": "rows of several files come in a random order",
     "actor_train.data_args.domain_interleave_probs.": "rows of several domains come in a random order. Write datasets "
     "with fraction for shares",
-    "actor_infer.num_gpus_per_worker": "vllm_tensor_parallel_size says how many hold one model",
-    "actor_train.use_remove_padding": "padding_free says it, and backend: megatron never pads",
-    "actor_train.use_sequence_packing": "padding_free says it, and backend: megatron never pads",
+    "actor_infer.num_gpus_per_worker": "vllm_tensor_parallel_size is the number of workers per model",
+    "actor_train.use_remove_padding": "padding_free decides it, and backend: megatron never pads",
+    "actor_train.use_sequence_packing": "padding_free decides it, and backend: megatron never pads",
     "critic.": "this estimator has no critic",
     "num_nodes": "the devices of the roles say how many nodes there are",
     "val_": "evaluation reads eval_dataset",
@@ -249,7 +249,7 @@ def _batches(theirs: Theirs, ours: Ours) -> None:
 def _strategies(theirs: Theirs, ours: Ours) -> None:
     name = theirs.take("actor_train.strategy_args.strategy_name")
     if name is None:
-        ours.refuse("actor_train.strategy_args.strategy_name", "it is not given, and says how the policy is trained")
+        ours.refuse("actor_train.strategy_args.strategy_name", "it is missing, and decides how the policy is trained")
         return
     config = theirs.below("actor_train.strategy_args.strategy_config.")
     preset = theirs.take("actor_train.strategy_args.strategy_config")
@@ -284,7 +284,9 @@ def _strategies(theirs: Theirs, ours: Ours) -> None:
         _engine(theirs, ours)
     for role in ("reference", "actor_infer", "actor_train"):
         left = [one for one in theirs.left() if one.startswith(f"{role}.")]
-        told = "the reference lies as the policy does" if role == "reference" else "the policy's keys hold for it"
+        told = (
+            "the reference has the placement of the policy" if role == "reference" else "the policy's keys hold for it"
+        )
         same = ("model_args", "data_args", "strategy_args", "infer_batch_size")
         if role != "actor_train":
             ours.drop(theirs, [one for one in left if one.split(".")[1] in same], told)

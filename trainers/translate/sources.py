@@ -160,7 +160,9 @@ def _of_yaml(path: Path, text: str, system: str | None) -> Source:
     if whose is None:
         whose = "ms-swift" if set(OF_SWIFT) & found.keys() else "trl" if set(OF_TRL) & found.keys() else None
     if whose is None:
-        raise ConfigError(f"{path}: no key says whose file it is. Write --from, one of {', '.join(SYSTEMS)}")
+        raise ConfigError(
+            f"{path}: no key shows which system the file is of. Write --from, one of {', '.join(SYSTEMS)}"
+        )
     if whose in ("trl", "ms-swift"):
         return Source(str(path), whose, file=path)
     keys = _flattened(found)

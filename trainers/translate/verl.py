@@ -373,7 +373,7 @@ def _engine(theirs: Theirs, ours: Ours) -> None:
         return
     note = "" if name in ("vllm", "hf") else f"{name} is not built; vLLM completes instead"
     if sees(theirs) and name != "hf":
-        name, note = "hf", f"{name} sees no pictures here; the policy completes by itself"
+        name, note = "hf", f"{name} takes no pictures here. The policy completes prompts itself"
     ours.say("rollout_engine", "hf" if name == "hf" else "vllm", theirs, f"{ROLLOUT}.name", note=note)
     if note:
         ours.without[f"{ROLLOUT}.name: {name}"] = note
@@ -536,7 +536,7 @@ def _run(theirs: Theirs, ours: Ours) -> None:
         )
     elif evaluates:
         ours.lines = [line for line in ours.lines if line.key != "eval_dataset"]
-        ours.without["data.val_files"] = "trainer.test_freq says that nothing is evaluated"
+        ours.without["data.val_files"] = "trainer.test_freq switches evaluation off"
     ours.say("val_before_train", before, theirs, "trainer.val_before_train")
     if theirs.take("trainer.val_only"):
         ours.refuse("trainer.val_only", "a run trains; rayhelper sample only completes")

@@ -180,6 +180,6 @@ def _pickled(
         if by_value:
             raise not_by_value(cls, by_value, error) from error
         raise DispatchError(
-            f"class {cls.__name__}, defined in {cls.__module__}, cannot be sent to a worker: {error}. Define it in a "
-            "module of its own, which the workers import."
+            f"class {cls.__name__}, defined in {cls.__module__}, cannot be sent to a worker: {error}. Define it in its "
+            "own module, which the workers import."
         ) from error

@@ -244,7 +244,7 @@ class Recovery:
         dead = f"{who} died before or during {what}"
         if isinstance(error, PlacementError):
             told = (
-                f"{dead}, and the group could not be placed anew: {error} {' '.join(getattr(error, '__notes__', ()))}"
+                f"{dead}, and the group could not be placed again: {error} {' '.join(getattr(error, '__notes__', ()))}"
             )
             self.calls.dead = PlacementError(told)
         elif isinstance(error, Died):

@@ -205,7 +205,7 @@ class Exchange:
         for source, whole in enumerate(received):
             if not self.codes.fits(bytes(whole[:TAG_BYTES]), source, number, whole[TAG_BYTES:]):
                 raise _ForgedError(
-                    f"what came in the place of rank {source} was not made with this run's key, and was not read. "
+                    f"the message in the place of rank {source} was not made with this run's key, and was not read. "
                     f"Either {VARIABLE} is not the same on all nodes, or somebody else writes to the run's store"
                 )
         values = [whole[TAG_BYTES:] for whole in received]

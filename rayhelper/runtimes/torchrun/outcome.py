@@ -63,9 +63,9 @@ def check_same_arguments(outcomes: list[Outcome]) -> None:
             f"{outcomes[0].call}: rank {rank} passes {what} than rank 0: under torchrun every process must call with "
             "the same arguments. Each takes its own slice of them. Look for a DataLoader or a shuffle without a seed: "
             "call torch.manual_seed(...) in main, or give it generator=torch.Generator().manual_seed(...). Do not "
-            "give it a DistributedSampler. If only one process can know a value (a time, a path, the order of a set), "
-            "write a method of group 'driver' with execute='first'. If a role changes the argument in place, only its "
-            "own process sees it: return the value."
+            "give it a DistributedSampler. A time, a path or the order of a set is known to one process only: write a "
+            "method of group 'driver' with execute='first'. If a role changes the argument in place, only its own "
+            "process sees it: return the value."
         )
 
 

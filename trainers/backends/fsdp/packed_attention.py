@@ -198,7 +198,7 @@ def check_model(model: Any, *, tolerance: float | None = None) -> None:
         return
     told = f"model_init_kwargs: attn_implementation: {NAME}"
     if is_vision(model.config):
-        raise ConfigError(f"{told} knows nothing of pictures, which {type(model).__name__} sees. Take sdpa.")
+        raise ConfigError(f"{told} does not support pictures, which {type(model).__name__} sees. Take sdpa.")
     if torch.cuda.is_available() and TORCH < "2.11":
         raise ConfigError(
             f"{told} needs torch 2.11 or newer on a GPU; this is {torch.__version__}. Take sdpa, or update."

@@ -256,7 +256,7 @@ def _check_model(model: Any, ranks: SequenceRanks) -> None:
     model.eval()
     try:
         if part is None:
-            raise ValueError("it has no backbone that can be called by itself")
+            raise ValueError("it has no backbone that can be called separately")
         for whole_ids, inputs in (
             ([ids], Inputs(ids[:, own], positions[:, own], nothing, nothing)),
             (ids.split(cuts, dim=1), Inputs(ids[:, own], within[:, own], nothing, nothing, starts, max(cuts))),

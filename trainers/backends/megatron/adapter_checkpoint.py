@@ -42,7 +42,7 @@ def load_adapter(folder: Path, adapter: MegatronAdapter, optimizer: Any) -> None
     """
     adapter.load(folder)
     if not (folder / FILE).is_file():
-        raise FileNotFoundError(f"{folder} holds no {FILE}, so no training can go on from it")
+        raise FileNotFoundError(f"{folder} holds no {FILE}, so no training can continue from it")
     optimizer.reload_model_params()
     state = read_saved(folder / FILE)
     step = state.pop("step")

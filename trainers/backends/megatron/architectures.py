@@ -85,7 +85,7 @@ def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
         yield "its mlp_bias is true, and MLPs have no bias"
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        yield f"its weights are quantized ({method}), and numbers are read as they stand, without their scales"
+        yield f"its weights are quantized ({method}), and numbers are read unchanged, without their scales"
 
 
 def _norms_choices(config: Mapping[str, Any]) -> bool:

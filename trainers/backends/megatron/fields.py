@@ -87,8 +87,7 @@ BALANCES = {  # and why not; None: it is known
     "sinkhorn": "sends tokens to other experts in training than in scoring",
 }
 AT_RANDOM = (
-    "sends tokens to experts at random, in scoring as in training: no two log-probabilities of the same tokens would "
-    "be equal"
+    "sends tokens to random experts, also in scoring. No two log-probabilities of the same tokens would be equal"
 )
 WRONG_HERE = {  # and why
     "moe_pad_expert_input_to_capacity": "exchanges as many rows between workers as each has tokens, but their "
@@ -195,7 +194,7 @@ def divided(further: Mapping[str, Any]) -> dict[str, Any]:
 
 def _why_not(name: str, known: Mapping[str, Any]) -> str | None:
     if name in KEYS:
-        return f"{name} is a key of its own. Write it beside megatron, not in it."
+        return f"{name} is a separate key. Write it beside megatron, not in it."
     if name not in known:
         near = nearest(name, [*known, *KEYS])
         return f"megatron-core has no field {name!r} in its configurations{near}."
@@ -264,7 +263,7 @@ def _balancing_mistake(further: Mapping[str, Any]) -> str | None:
     if kind == "none" and further.get(AUX):
         return f"{BALANCING} is none, but {AUX} {further[AUX]}. Remove one of them."
     if kind != "none" and BALANCING in further and AUX not in further:
-        return f"{BALANCING} {kind} says nothing without {AUX}. Write that too, such as 1e-3, or remove it."
+        return f"{BALANCING} {kind} has no effect without {AUX}. Write that too, such as 1e-3, or remove it."
     return None
 
 

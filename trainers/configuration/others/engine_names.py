@@ -87,7 +87,7 @@ def _server_mode(given: GivenKeys) -> None:
     if is_apart:
         for name in [name for name in given.values if name in SERVED]:
             del given.values[name]
-            given.notes[name] = "role rollout has a device group of its own"
+            given.notes[name] = "role rollout has its own device group"
 
 
 def _sleep(given: GivenKeys) -> None:

@@ -29,7 +29,7 @@ COMMANDS = {"sft": "sft", "pt": "pretrain", "rlhf": "rlhf", "sample": "sampling"
 OTHER_PRODUCTS = {
     **dict.fromkeys(
         ("infer", "deploy", "app", "web-ui"),
-        "it serves a model. Roles complete prompts here: device_groups give role rollout devices of its own",
+        "it serves a model. Roles complete prompts here: device_groups give role rollout its own devices",
     ),
     "export": "it converts a model. The folder final of a run is a Hugging Face model, its adapter merged",
     "merge-lora": "it merges an adapter. The folder final of a run holds the model with its adapter merged",

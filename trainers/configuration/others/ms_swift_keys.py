@@ -96,7 +96,7 @@ def engine_beside_training(given: GivenKeys) -> None:
     if not changed["colocate_groups"]:
         del changed["colocate_groups"]
     given.values["device_groups"] = changed
-    logger.info("role rollout has processes of its own on the devices of role %s: %d hold an engine", host, size)
+    logger.info("role rollout has its own processes on the devices of role %s: %d hold an engine", host, size)
 
 
 def room_for_prompts(given: GivenKeys) -> None:
@@ -242,8 +242,8 @@ def _optimizer(given: GivenKeys) -> None:
             given.take(name)
             given.refuse(
                 name,
-                "optimizer muonclip is not supported: it clips queries and keys by the largest score of attention, "
-                "which torch's attention does not give. Write optimizer: muon, and remove optim_args",
+                "optimizer muonclip is not supported: it needs the largest score of attention, which torch's "
+                "attention does not return. Write optimizer: muon, and remove optim_args",
             )
     name = "optimizer_cpu_offload"
     if given.foreign(name) and "optimizer_offload" in given.known and given.get(name) is True:
@@ -290,7 +290,7 @@ def _fsdp(given: GivenKeys) -> None:
             given.refuse("fsdp", f"fsdp: {name} is not supported: it holds fsdp and fsdp_config. Remove it there")
         for name in ("fsdp", "fsdp_config"):
             if name in given.values:
-                given.refuse(name, f"{name} stands beside fsdp: {value}, which says it too. Remove one of them")
+                given.refuse(name, f"{name} stands beside fsdp: {value}, which also sets it. Remove one of them")
             given.values[name] = held.get(name, FSDP[name])
             given.where.setdefault(name, given.where["fsdp"])
 

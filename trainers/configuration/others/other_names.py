@@ -182,9 +182,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 _ROWS = "rows are held in memory"
 _TOKENIZED = "rows are tokenized where they are used"
 _KERNELS = "log-probabilities are computed a chunk of tokens at a time"
-_RESUMABLE = "checkpoints hold optimizer and random states, so that the run can go on"
+_RESUMABLE = "checkpoints hold optimizer and random states, so that the run can continue"
 _NO_ENGINE = "nothing generates beside this training"
-_GATHERED = "weights that lie in shards are gathered where an engine needs them"
+_GATHERED = "sharded weights are gathered where an engine needs them"
 
 HINTS = {
     **trl_names.HINTS,
@@ -211,14 +211,14 @@ HINTS = {
     "no_gradient_accumulation_fusion": "gradients are added by torch",
     "overlap_grad_reduce": "FSDP2 overlaps what it can",
     "overlap_param_gather": "FSDP2 overlaps what it can",
-    "use_distributed_optimizer": "fsdp_sharding_strategy says whether the optimizer lies in shards",
+    "use_distributed_optimizer": "fsdp_sharding_strategy decides whether the optimizer is sharded",
     "no_save_optim": _RESUMABLE,
     "no_save_rng": _RESUMABLE,
     "save_only_model": _RESUMABLE,
     "offload_model": _NO_ENGINE,
     "offload_optimizer": _NO_ENGINE,
     "sleep_level": _NO_ENGINE,
-    "teacher_deepspeed": "the teacher's weights lie in shards as the policy's do: the fsdp_* keys hold for it too",
+    "teacher_deepspeed": "the teacher's weights are sharded like the policy's: the fsdp_* keys also apply to it",
     "offload_teacher_model": "the teacher keeps its memory. Give role teacher its own device group to save memory",
     "move_model_batches": _GATHERED,
     "ds3_gather_for_generation": _GATHERED,
@@ -236,7 +236,7 @@ HINTS = {
 }
 
 _VLLM = "vLLM completes prompts only in GRPO, PPO and GKD. Remove it"
-_SERVER = "prompts are completed by the workers of role rollout. Remove it, and give rollout a device group of its own "
+_SERVER = "prompts are completed by the workers of role rollout. Remove it, and give rollout its own device group "
 _SERVER += "where it shall not share that of train"
 _MEGATRON = "nothing is trained or scored by a backend here. Remove it (or write 1)"
 _MEGATRON_ONLY = "it is a setting of Megatron's. Write backend: megatron beside it, or remove it"
@@ -261,7 +261,7 @@ REFUSED = {
     "use_vllm": _VLLM,
     "vllm_mode": _SERVER,
     "vllm_group_port": _SERVER,
-    "vllm_pipeline_parallel_size": "an engine lies on vllm_tensor_parallel_size workers. Remove it",
+    "vllm_pipeline_parallel_size": "an engine uses vllm_tensor_parallel_size workers. Remove it",
     "vllm_data_parallel_size": "every vllm_tensor_parallel_size workers of role rollout are an engine. Remove it",
     "async_generate": "completions are drawn by the policy as it is. Remove it",
     **dict.fromkeys(
@@ -332,7 +332,8 @@ REFUSED = {
     "streaming": "SFT and pretraining stream; this trainer reads its rows whole. Write streaming: false",
     "loss_scale": "this trainer learns the last answer, which is loss_scale last_round. Write that, or remove it",
     "data_seed": "seed is also the seed of the data. Remove it, or write the same number",
-    "train_dataloader_shuffle": "shuffle_dataset says the order of rows. Write that, or defaults: ms-swift beside it",
+    "train_dataloader_shuffle": "shuffle_dataset sets the order of rows. Write that key, or defaults: ms-swift "
+    "beside it",
     "packing_length": "packed rows have max_length tokens. Write that",
     "enable_thinking": "this trainer gives the chat template no variables. Write a chat_template",
     # optimization
@@ -358,7 +359,7 @@ REFUSED = {
     "teacher_tag_key": "there is one teacher. Write teacher_model",
     **dict.fromkeys(("cpo_alpha", "simpo_gamma"), "it is of CPO. Write rlhf_type: cpo or simpo, or remove it"),
     **dict.fromkeys(("desirable_weight", "undesirable_weight"), "it is of KTO. Write rlhf_type: kto, or remove it"),
-    "calculate_KL": "loss_type says whether KTO estimates a KL: kto does, apo_zero_unpaired does not. Remove it",
+    "calculate_KL": "loss_type decides whether KTO estimates a KL: kto does, apo_zero_unpaired does not. Remove it",
     # checkpoints
     "add_version": "output_dir is used as it is written. Write add_version: false",
     "resume_only_model": "write model: the checkpoint's folder",

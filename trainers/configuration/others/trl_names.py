@@ -168,7 +168,7 @@ _FINITE = "a step that is not finite changes nothing and is counted (max_bad_ste
 _CACHE = "the hf engine has a paged cache and batches continuously"
 
 HINTS = {
-    "bnb_4bit_quant_storage": "quantized weights lie in no shards, and how their bytes are kept changes no number",
+    "bnb_4bit_quant_storage": "quantized weights are not sharded, and the storage of their bytes changes no number",
     "pad_token": _PADDED,
     "pad_to_multiple_of": _PADDED,
     "use_cache": "training keeps no cache",
@@ -208,7 +208,7 @@ REFUSED = {
     "tf32": "products of float32 are exact. Remove it; dtype: bfloat16 uses tensor cores",
     "torch_compile_backend": "layers are compiled by inductor. Remove it",
     "torch_compile_mode": "layers are compiled in inductor's default mode. Remove it",
-    "auto_find_batch_size": "a size that changes by itself changes a run. Write per_device_train_batch_size, or "
+    "auto_find_batch_size": "an automatic size would change the run. Write per_device_train_batch_size, or "
     "token_budget",
     "activation_offloading": "activations stay on the device. Write gradient_checkpointing, or torch_compile with "
     "activation_memory_budget",
@@ -244,7 +244,7 @@ REFUSED = {
     "teacher_model_revision": _REVISION,
     **dict.fromkeys(("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"), QLORA),
     "vllm_structured_outputs_regex": "completions are not constrained. Remove it",
-    "eos_token": "the chat template, or the tokenizer, says what ends a sequence. Remove it",
+    "eos_token": "the chat template, or the tokenizer, decides the end of a sequence. Remove it",
     "dataset_text_field": "rename the column with columns: {name: text}",
     "packing": "this trainer packs no rows. Remove it, or write padding_free: true",
     "packing_strategy": "rows are packed as bfd packs them: the longest first, each into the fullest pack with room. "
@@ -255,7 +255,7 @@ REFUSED = {
     "max_tool_calling_iterations": "this trainer calls no tools. Remove it",
     "num_generations": "this trainer draws one completion for each prompt. Write 1",
     "generation_batch_size": "completions are drawn for one step at a time. Remove it",
-    "num_processes": "torchrun --nproc-per-node says how many, or device_groups. Remove it",
-    "num_machines": "torchrun --nnodes says how many, or device_groups. Remove it",
+    "num_processes": "torchrun --nproc-per-node sets the number, or device_groups. Remove it",
+    "num_machines": "torchrun --nnodes sets the number, or device_groups. Remove it",
     "config_file": "there is no Accelerate underneath. Write the fsdp_* keys, or accelerate_config: fsdp2",
 }

@@ -242,8 +242,8 @@ def _sharding(given: GivenKeys) -> None:
             elif word != "auto_wrap":
                 given.refuse(
                     name,
-                    f"{name} {word} is not supported: weights, gradients and optimizer lie in shards, or whole. Write "
-                    f"one of {', '.join(SHARDING)}",
+                    f"{name} {word} is not supported: weights, gradients and optimizer are all sharded, or none of "
+                    f"them. Write one of {', '.join(SHARDING)}",
                 )
     if inner is not None and not isinstance(inner, Mapping):
         given.refuse("fsdp_config", f"fsdp_config must be a mapping, got {inner!r}. Write the fsdp_* keys")

@@ -62,7 +62,7 @@ read_from: ContextVar[tuple[Any, Mapping[str, str], Mapping[str, str]]] = Contex
 
 
 def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | None = None) -> ConfigT:
-    """What ``read_config`` gives, without the line."""
+    """The configuration of ``read_config``, without the line for the log."""
     return read_config(config_type, argv, prog)[0]
 
 
@@ -320,8 +320,8 @@ def _unknown(name: str, value: Any, given: GivenKeys, is_in_section: bool) -> st
     if isinstance(value, Mapping) and {"device_mapping", "strategy_args", "model_args"} & value.keys():
         sizes = ", ".join(SIZE_KEYS)
         return (
-            f"{name} is a section of ROLL; here the section of a role says how many devices it has ({sizes}). "
-            "rayhelper translate FILE --from roll writes such a file in our keys"
+            f"{name} is a section of ROLL; here the section of a role sets its number of devices ({sizes}). rayhelper "
+            "translate FILE --from roll writes such a file in our keys"
         )
     if isinstance(value, Mapping):
         size = next((hint for key in value if (hint := nearest(str(key), SIZE_KEYS))), "")
@@ -340,4 +340,4 @@ def _field(name: str) -> str:
         reason = why_not(name)
     except ImportError:
         return ""
-    return f"; fields of megatron-core stand in megatron: {{{name}: ...}}" if reason is None else f"; {reason}"
+    return f"; fields of megatron-core belong into megatron: {{{name}: ...}}" if reason is None else f"; {reason}"

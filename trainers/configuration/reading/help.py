@@ -75,10 +75,10 @@ def _short(keys: dict[str, Key], prog: str | None) -> list[str]:
     lines = [
         f"usage: {prog or 'rayhelper NAME'} --config FILE [--key VALUE ...]",
         "",
-        "  --config FILE               a YAML file with any of the keys below; the command line wins",
+        "  --config FILE               a YAML file with any of the keys below; the command line overrides it",
         "  --print_config              print the configuration as YAML, and exit",
-        "  --help all                  every key with its type and its whole text",
-        "  --help WORD                 the group of keys of that name, or the keys with that word in their names",
+        "  --help all                  every key with its type and its full description",
+        "  --help WORD                 the keys of this group, or the keys with this word in their names",
         "",
     ]
     common = [keys[name] for name in COMMON if name in keys]

@@ -140,7 +140,7 @@ def group_mistake(row: Mapping[str, Any], *, images: ImageReader | None = None) 
     if label is not None and not (isinstance(label, (int, float)) and math.isfinite(label)):
         return "label", f"{str(label)[:40]!r} is no number"
     if images is None and (name := next((name for name in PICTURES if _any(row.get(name))), None)):
-        return name, "has pictures, which this model does not see"
+        return name, "has pictures, which this model cannot read"
     try:
         members = members_of(row)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:

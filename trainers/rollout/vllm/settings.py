@@ -117,8 +117,8 @@ def check_device(on_cpu: bool, *, sleep_level: int, dtype: str = "float32", lora
 
 # What vLLM (0.32) lacks on a CPU for models of a type, which would end a run in its first step
 NOT_ON_CPU = {
-    "qwen3_next": "its gated delta layers take only bfloat16 there, and the engine's weights are float32",
-    "minimax_m2": "its experts are chosen only by a softmax there, and the model's are by a sigmoid",
+    "qwen3_next": "its gated delta layers take only bfloat16, not float32",
+    "minimax_m2": "experts are chosen only by a softmax, not a sigmoid",
     "qwen3_5_moe_text": "its gated delta layers take only bfloat16 there, and its experts only float32",
 }
 WHOLE = ("gemma3", "paligemma")  # a token of a picture attends to the whole picture
@@ -137,8 +137,8 @@ def check_model_on_cpu(model: str | Path, *, dtype: str = "float32", trust_remot
         is_seen_whole = getattr(config, "use_bidirectional_attention", None) == "vision"  # Gemma 4
         if whole.model_type in WHOLE or is_seen_whole:
             raise ConfigError(
-                f"vllm cannot run {whole.model_type} on a CPU: a token of a picture attends to the whole picture, and "
-                "there vLLM lets it attend only to the tokens before it. Take rollout_engine: hf, or a GPU."
+                f"vllm cannot run {whole.model_type} on a CPU. Tokens of its pictures attend to the whole picture, but "
+                "there vLLM uses only the tokens before them. Take rollout_engine: hf, or a GPU."
             )
     kind = getattr(config, "model_type", "")
     if kind in NOT_ON_CPU:
@@ -152,9 +152,9 @@ def check_model_on_cpu(model: str | Path, *, dtype: str = "float32", trust_remot
     widths = (config.linear_key_head_dim, config.linear_value_head_dim)
     if dtype != "bfloat16" or widths != (DELTA_WIDTH, DELTA_WIDTH):
         raise ConfigError(
-            f"the vllm engine on a CPU runs {kind} only in bfloat16, and only with heads of {DELTA_WIDTH} in its gated "
-            f"delta layers. Here dtype is {dtype}, and the heads have {widths[0]} and {widths[1]}. Set dtype: "
-            "bfloat16, or take rollout_engine: hf, or a GPU."
+            f"the vllm engine on a CPU runs {kind} only in bfloat16, with gated delta heads of {DELTA_WIDTH}. Here "
+            f"dtype is {dtype}, and the heads have {widths[0]} and {widths[1]}. Set dtype: bfloat16, or take "
+            "rollout_engine: hf, or a GPU."
         )
 
 

@@ -119,7 +119,7 @@ class Features:
         flat = tuple(chain.from_iterable(documents_of(pictures))) if pictures else ()
         if self.kind in CUT_ALONE and len(flat) > 1:
             raise ConfigError(
-                f"vLLM cuts every picture of a prompt into parts, and {self.kind} is trained with parts only where a "
+                f"vLLM cuts every picture of a prompt into parts. But {self.kind} is trained with parts only where a "
                 f"picture is alone; a prompt has {len(flat)}. Write rollout_engine: hf, or give prompts one picture."
             )
         assert not has_videos(flat), "rows with videos are refused where they are read"

@@ -76,6 +76,13 @@ def test_auto_is_chosen_by_placement_backend_architecture_and_what_is_installed(
     assert made == config
 
 
+def test_processes_of_torchrun_lie_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "a run", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert read(tmp_path, f"device_groups: {{{APART}}}", "qwen3", monkeypatch).rollout_engine == "vllm"
+    assert read(tmp_path, "", "qwen3", monkeypatch).rollout_engine == "hf"
+
+
 def test_without_auto_nothing_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = read(tmp_path, f"device_groups: {{{APART}}}", "qwen3", monkeypatch, *"--rollout_engine hf".split())
     assert config.rollout_engine == GRPOConfig.rollout_engine == "hf"

@@ -57,7 +57,8 @@ def choose_engine(keys: Mapping[str, Any]) -> Choice:
 
 def _placed(keys: Mapping[str, Any]) -> tuple[DeviceGroup | None, bool]:
     """The group of role rollout, None for a process that has all roles; and whether the same workers train."""
-    if keys.get("use_ray") is not True and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    num_processes = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    if keys.get("use_ray") is not True and num_processes == 1:
         return None, True
     try:
         groups = DeviceGroups.parse(bracketed(keys.get("device_groups")) or {}).groups

@@ -55,7 +55,7 @@ SENSES = (  # the same of models that see or hear, by what the refusal holds
     ),
     (r"has its own reranker code", "models whose code comes with them, and not with transformers"),
     (
-        r"no class that AutoModelFor|has no (sequence )?classifier|also hears and speaks",
+        r"no class that AutoModelFor|has no (sequence )?classifier|also hears and speaks|is also an audio model",
         "models that hear, and classifiers that see",
     ),
     (r"no files of an image processor", "no stand-in here: the processor is not tried"),

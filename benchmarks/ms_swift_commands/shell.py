@@ -12,10 +12,13 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass, field
+from operator import add, floordiv, mul
 
 ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 NAMED = re.compile(r"\$\{(\w+)(?::?[-=]([^}]*))?\}|\$(\w+)")
-COMPUTED = re.compile(r"\$\(expr [\d\s*/\\]+\)|\$\(\([\d\s*/]+\)\)")
+COMPUTED = re.compile(r"\$\(expr [\d\s*/\\]+\)|\$\(\([\d\s*/+]+\)\)")
+COMPUTES = {"/": floordiv, "*": mul, "+": add}
+BARE = re.compile(r"\$\(\([\w\s*/+]+\)\)")  # where variables need no dollar
 ENDS = ("&", "&&", "|", "||", ";", ">", ">>", "2>", "2>&1", "&>", "<")
 LAUNCHED = re.compile(r"swift/cli/(_megatron/)?(sft|rlhf|pt|sample)\.py")
 
@@ -103,11 +106,11 @@ def logical_lines(script: str) -> list[str]:
 
 
 def _computed(match: re.Match[str]) -> str:
-    """``$(expr 16 / 4)`` and ``$((16 / 4))``, of whole numbers that are divided or multiplied in order."""
-    words = re.findall(r"\d+|[*/]", match[0])
+    """``$(expr 16 / 4)`` and ``$((16 / 4))``, of whole numbers that are divided, multiplied or added in order."""
+    words = re.findall(r"\d+|[*/+]", match[0])
     total = int(words[0])
     for operator, number in zip(words[1::2], words[2::2], strict=True):
-        total = total // int(number) if operator == "/" else total * int(number)
+        total = COMPUTES[operator](total, int(number))
     return str(total)
 
 
@@ -141,7 +144,8 @@ def _filled(line: str, variables: dict[str, str]) -> str:
 
     pieces = re.split(r"('[^']*')", line)
     filled = "".join(piece if piece.startswith("'") else NAMED.sub(value, piece) for piece in pieces)
-    return COMPUTED.sub(_computed, filled)
+    named = BARE.sub(lambda sum_: re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], ""), sum_[0]), filled)
+    return COMPUTED.sub(_computed, named)
 
 
 def _processes(words: list[str]) -> dict[str, str]:

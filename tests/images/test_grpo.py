@@ -230,5 +230,10 @@ def test_an_engine_keeps_the_tower_that_megatron_does_not_send(
     model, given = folders["qwen3_5"], KEYS | MEGATRON | {"rollout_engine": "vllm"} | keys
     with pytest.raises(ConfigError, match="does not send the frozen parts of a vision model"):
         check_vision_model(grpo_config(model, tmp_path, **given | {"freeze_vit": None}), configuration_of(model, False))
-    whole = {"freeze_vit": False, "freeze_aligner": False}
+    whole: dict[str, Any] = {"freeze_vit": False, "freeze_aligner": False}
+    apart = given | {"tuner_type": "lora", "vllm_enable_lora": True, "freeze_vit": False, "sleep_level": 1}
+    with pytest.raises(ConfigError, match="runs an adapter of the language model only"):
+        check_vision_model(
+            grpo_config(model, tmp_path, **apart | {"vllm_engine_kwargs": {}}), configuration_of(model, False)
+        )
     check_vision_model(grpo_config(model, tmp_path, **given | whole), configuration_of(model, False))

@@ -80,6 +80,7 @@ def test_runs_of_grpo_and_ppo_learn_from_prompts_with_videos(found: dict[str, An
 def test_the_models_video_processor_chooses_the_frames_of_a_file(found: dict[str, Any]) -> None:
     of_files = {name: value for name, value in found.items() if name.startswith("file")}
     assert len(of_files) == 6
+    assert found["number of frames"]
     assert {name for name, (same, ours, theirs) in of_files.items() if not same or ours != theirs or not ours} == set()
 
 

@@ -47,8 +47,10 @@ from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.sharding import full
 from trainers.batch import Sequences
 from trainers.classification.trainer import ClassificationTrainer
+from trainers.configuration.vision import vision_settings
 from trainers.cpo.trainer import CPOTrainer
 from trainers.data.images.processor import ImageReader, load_processor
+from trainers.data.images.videos import Video
 from trainers.data.rows import pack, tokenize_sft
 from trainers.dpo.scores import pair_logps
 from trainers.dpo.trainer import DPOTrainer
@@ -394,6 +396,14 @@ def of_files(folder: Path) -> Iterator[tuple[str, Any]]:
                 [same, count, wanted["input_ids"][0].tolist().count(processor.video_token_id)],
             )
 
+    chosen = np.linspace(0, 11, 6).round().astype(int)  # of Qwen3-VL's sampling, where the number of frames is said
+    told |= {"frames_indices": chosen.tolist()}
+    given: dict[str, Any] = {"videos": [shown[chosen]], "video_metadata": [told], "do_sample_frames": False}
+    wanted = processor(text=text, return_tensors="pt", **given)
+    vision = FsdpBackend(model, vision={"videos": {"num_frames": 6}}).vision
+    seen = vision.seen([(Video(str(file)),)])  # type: ignore[union-attr]
+    yield "number of frames", bool(torch.equal(seen["pixel_values_videos"], wanted["pixel_values_videos"]))
+
 
 def of_rows(folder: Path) -> Iterator[tuple[str, Any]]:
     model = save_vision(folder / "rows", "qwen3_vl")
@@ -448,9 +458,10 @@ def of_rows(folder: Path) -> Iterator[tuple[str, Any]]:
     keys["video_processor_kwargs"] = {"most_frames": 1}
     yield "argument", wrong(model, folder, {"messages": turns("<video>What?", "one"), "videos": [paths]}, **keys)
     keys["video_processor_kwargs"] = {"size": {"shortest_edge": 64, "longest_edge": 8 * 8 * 4}}
-    small = SFTTrainer(
-        sft_config(model, folder, dataset=[{"messages": turns("<video>?", "one"), "videos": [paths]}], **keys)
-    ).sequences
+    config = sft_config(model, folder, dataset=[{"messages": turns("<video>?", "one"), "videos": [paths]}], **keys)
+    small = SFTTrainer(config).sequences
+    worker = FsdpBackend(model, vision=vision_settings(config, trains=False))
+    assert worker.token_logps(small, micro_batch_size=1).values.all()  # for as many tokens as the driver has made
     yield "small", [int((one == tokenizer.convert_tokens_to_ids("<|video_pad|>")).sum()) for one in small.input_ids]
     stacks = save_vision(folder / "stacks", "llava_onevision")
     batch = sequences_of(stacks, [ROWS[0] | {"videos": [frames(0, count)]} for count in (4, 6)])

@@ -447,7 +447,7 @@ class Notes:
 def asleep(level: int) -> tuple[VllmEngine, Notes]:
     engine, notes = VllmEngine.__new__(VllmEngine), Notes()
     vars(notes)["engine_core"] = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=()))
-    core = Core(notes, [], on_cpu=True)
+    core = Core(notes, on_cpu=True)
     notes.calls.clear()
     engine.__dict__ |= {
         "engine": notes,

@@ -67,11 +67,14 @@ class History:
 
     def run(self) -> Counter[str]:
         for step in range(STEPS):
-            if step < STEPS - 40:
+            is_early = step < STEPS - 40
+            if is_early:
                 self.happen()
             else:
                 self.pause(False)
             self.schedule()
+            if is_early and self.random.random() < 0.2:  # while the step is under way
+                self.happen()
             while len(self.flights) > (1 if self.is_ahead else 0):
                 self.update()
             if self.random.random() < 0.02:
@@ -96,8 +99,8 @@ class History:
         chance = random.random()
         if chance < 0.12 or not self.both[0].requests:
             for _ in range(int(random.integers(1, 9))):
-                shared = int(random.choice([0, 16, 32, 40]))
-                prompt = self.prefix[:shared] + random.integers(0, VOCABULARY, random.integers(1, 50)).tolist()
+                shared, length = int(random.choice([0, 16, 32, 40])), int(random.choice([1, random.integers(2, 50)]))
+                prompt = self.prefix[:shared] + random.integers(0, VOCABULARY, length).tolist()
                 params = SamplingParams(
                     max_tokens=int(random.choice([1, 2, 20, 60, 400])),
                     stop_token_ids=[int(token) for token in random.integers(0, VOCABULARY, random.integers(0, 3))],
@@ -152,8 +155,9 @@ class History:
                 output.request_id: (
                     output.new_token_ids,
                     output.new_logprobs.logprobs[:, 0].tolist() if output.new_logprobs else None,
-                    output.finish_reason,
                     output.stop_reason,
+                    output.prefill_stats,
+                    output.finish_reason,
                 )
                 for one in outputs.values()
                 for output in one.outputs
@@ -161,10 +165,10 @@ class History:
             for ids, tokens, logps in take_decoded(scheduler):
                 for name, token, logp in zip(ids, tokens.tolist(), logps.tolist(), strict=True):
                     assert name not in rows
-                    rows[name] = ([token], [logp], None, None)
+                    rows[name] = ([token], [logp], None, None, None)
             given.append(rows)
         assert given[0] == given[1]
-        self.seen.update(str(reason) for *_, reason, _ in given[0].values() if reason is not None)
+        self.seen.update(str(reason) for *_, reason in given[0].values() if reason is not None)
 
     def compare(self) -> None:
         """All that is known of requests and pages."""

@@ -389,6 +389,13 @@ def test_positions_are_scaled_as_there(tmp_path: Path) -> None:
     assert "for backend: fsdp" in told(SFTConfig, text, tmp_path, "--model", model, "--backend", "megatron")
 
 
+def test_kernels_of_unsloth_are_a_matter_of_speed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert load(SFTConfig, "tuner_type: lora\ntuner_backend: unsloth", tmp_path).tuner_type == "lora"
+    assert "tuner_backend (peft computes the adapter" in caplog.text
+    assert "tuner_backend is not supported" in told(SFTConfig, "tuner_type: full\ntuner_backend: unsloth", tmp_path)
+
+
 def test_muon_is_an_optimizer_of_ours(tmp_path: Path) -> None:
     found = load(SFTConfig, "defaults: ms-swift\noptimizer: muon\noptim_args: momentum=0.9", tmp_path)
     assert (found.optim, found.optim_kwargs, found.adam_beta2) == ("muon", {"momentum": 0.9}, 0.95)

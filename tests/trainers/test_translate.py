@@ -271,7 +271,6 @@ def test_the_environment_sets_what_a_script_leaves_open(
             "rayhelper sft",
         ),
         ("use_kl_loss=True", "use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=mse", "kl_loss_type: mse is not"),
-        ("data.truncation='error'", "data.video_key=videos", "videos are not supported"),
         (
             "data.truncation='error'",
             "data.image_key=images actor_rollout_ref.actor.strategy=megatron",
@@ -287,11 +286,20 @@ def test_nothing_is_guessed(old: str, new: str, why: str, tmp_path: Path, capsys
     assert why in err
 
 
-def test_rows_with_pictures_need_the_policy_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = "data.image_key=shown actor_rollout_ref.actor.freeze_vision_tower=True data.truncation='error'"
+def test_rows_with_pictures_keep_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = "data.image_key=shown data.truncation='error'"
+    found = parse_text(
+        translated(SCRIPT.replace("data.truncation='error'", more), "run.sh", tmp_path, capsys)[0], "ours"
+    )
+    assert (found["rollout_engine"], found["columns"]) == ("vllm", {"shown": "images"})
+
+
+def test_rows_with_videos_need_the_policy_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = "data.image_key=shown data.video_key=clips actor_rollout_ref.actor.freeze_vision_tower=True"
+    more += " data.truncation='error'"
     out, err = translated(SCRIPT.replace("data.truncation='error'", more), "run.sh", tmp_path, capsys)
     found = parse_text(out, "ours")
-    assert (found["rollout_engine"], found["columns"]) == ("hf", {"shown": "images"})
+    assert (found["rollout_engine"], found["columns"]) == ("hf", {"shown": "images", "clips": "videos"})
     assert (found["freeze_vit"], found["freeze_aligner"]) == (True, True)
     assert found["colocate_groups"] == [["train", "rollout"]]
     assert not [key for key in found if key.startswith("vllm_")]
@@ -363,7 +371,7 @@ def test_a_pipeline_of_roll(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("student_train: {}\nstudent: {infer_batch_size: 1}", "rayhelper gkd"),
         ("async_generation_ratio: 1", "max_staleness: 1 into the translated file"),
         ("importance_sampling: geometric", "geometric is not built (known: token, seq)"),
-        ("actor_train.model_args.freeze_module_prefix: vision_model", "write both and freeze_vit: true"),
+        ("actor_train.model_args.freeze_module_prefix: vision_model", "and write freeze_vit: true"),
     ],
 )
 def test_what_roll_has_beside_is_refused_by_name(

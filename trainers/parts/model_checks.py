@@ -318,7 +318,13 @@ def check_engine_sees(config: Any, found: Any) -> None:
     from trainers.rollout.vllm.vision.features import check_pictures
 
     check_pictures(found)
-    is_whole = not {"vit", "aligner"} & set(vision_settings(config)["frozen"])
+    frozen = set(vision_settings(config)["frozen"])
+    is_whole = not {"vit", "aligner"} & frozen
+    if config.vllm_enable_lora and not {"vit", "aligner"} <= frozen:
+        raise ConfigError(
+            "vllm_enable_lora: the engine runs an adapter of the language model only. Set freeze_vit: true and "
+            "freeze_aligner: true, or vllm_enable_lora: false, which merges the adapter into the engine's weights."
+        )
     drops = getattr(config, "sleep_level", 0) == 2 or config.vllm_engine_kwargs.get("load_format") == "dummy"
     if config.backend == "megatron" and not is_whole and drops:
         raise ConfigError(

@@ -74,10 +74,9 @@ REFUSED_ON = {  # switches that change numbers, and are not built
     "reward_shift": "write norm_mean_type, which took its place",
     "reward_scale": "write norm_std_type, which took its place",
     "async_generation_ratio": "it counts asynchronous requests. Write 0, and max_staleness: 1 into the translated file",
-    "actor_train.model_args.freeze_module_prefix": "vision models learn with backend: fsdp and rollout_engine: hf. "
-    "Translate the file without it, and write both and freeze_vit: true",
-    "actor_train.data_args.image_max_pixels": "vision models learn with backend: fsdp and rollout_engine: hf. "
-    "Translate the file without it, and write both and image_processor_kwargs: {max_pixels: ...}",
+    "actor_train.model_args.freeze_module_prefix": "translate the file without it, and write freeze_vit: true",
+    "actor_train.data_args.image_max_pixels": "translate the file without it, and write image_processor_kwargs: "
+    "{max_pixels: ...}",
 }
 LEVELS = {"token": "token", "seq": "sequence"}  # of importance_sampling
 

@@ -372,8 +372,8 @@ def _engine(theirs: Theirs, ours: Ours) -> None:
         ours.refuse(f"{ROLLOUT}.name", f"{name!r} is no engine that is known here (vllm, hf)")
         return
     note = "" if name in ("vllm", "hf") else f"{name} is not built; vLLM completes instead"
-    if sees(theirs) and name != "hf":
-        name, note = "hf", f"{name} takes no pictures here. The policy completes prompts itself"
+    if "data.video_key" in theirs and name != "hf":
+        name, note = "hf", f"{name} takes no videos here. The policy completes prompts itself"
     ours.say("rollout_engine", "hf" if name == "hf" else "vllm", theirs, f"{ROLLOUT}.name", note=note)
     if note:
         ours.without[f"{ROLLOUT}.name: {name}"] = note

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainers.translate.table import Ours, Theirs
 from trainers.translate.verl_names import ACTOR, MODEL
 
-COLUMNS = {"data.prompt_key": "prompt", "data.image_key": "images"}
+COLUMNS = {"data.prompt_key": "prompt", "data.image_key": "images", "data.video_key": "videos"}
 
 
 def columns(theirs: Theirs, ours: Ours) -> None:
@@ -16,8 +16,8 @@ def columns(theirs: Theirs, ours: Ours) -> None:
 
 
 def sees(theirs: Theirs) -> bool:
-    """Whether a script says that its rows have pictures."""
-    return "data.image_key" in theirs
+    """Whether a script says that its rows have pictures or videos."""
+    return "data.image_key" in theirs or "data.video_key" in theirs
 
 
 def tower(theirs: Theirs, ours: Ours) -> None:

@@ -60,6 +60,7 @@ DEFAULTS: dict[str, Any] = {
     "data.shuffle": True,
     "data.prompt_key": "prompt",
     "data.image_key": "images",
+    "data.video_key": "videos",
     "algorithm.adv_estimator": "gae",
     "algorithm.norm_adv_by_std_in_grpo": True,
     "algorithm.use_kl_in_reward": False,
@@ -196,7 +197,6 @@ WITHOUT = {
     "reward_model.launch_reward_fn_async": "reward_processes score finished completions at the same time",
 }
 REFUSED = {
-    "data.video_key": "videos are not supported",
     "data.custom_cls": "rows come from files or a plugin's dataset (register_dataset). Convert the class",
     f"{ROLLOUT}.multi_turn": "write tools or environment; verl configures them in a separate file",
     "data.tool_config_path": "write tools: [module:function]; verl configures them in a separate file",

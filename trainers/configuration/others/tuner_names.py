@@ -78,6 +78,9 @@ def translate_tuner(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     elif tuner == BONE:
         tuner = given.values["tuner_type"] = MISS
     is_ms_swift = defaults.get("defaults") == "ms-swift"
+    if given.foreign("tuner_backend") and given.get("tuner_backend") == "unsloth" and tuner == "lora":
+        given.take("tuner_backend")
+        given.notes["tuner_backend"] = "peft computes the adapter, for which unsloth has faster kernels"
     _megatron_layers(given)
     _quantization(given, is_ms_swift=is_ms_swift)
     _fields(given, tuner, is_ms_swift=is_ms_swift)

@@ -126,13 +126,13 @@ def _decoded(source: str | bytes, part: Any) -> tuple[Any, dict[str, Any]]:
             return _decoded(file.name, part)
     if not Path(source).is_file():
         raise FileNotFoundError(source)
-    rates = ("fps", "num_frames")
-    own = {} if any(getattr(part, name, None) for name in rates) else {"fps": FPS}
+    count = getattr(part, "num_frames", None)
+    rate = {"fps": getattr(part, "fps", None) or FPS} if count is None else {"num_frames": count}
 
     def chosen(metadata: Any, **_: Any) -> Any:
         if metadata.total_num_frames < 1:
             raise ValueError(f"{decoder} finds no frames in it")
-        return part.sample_frames(metadata=metadata, **own)
+        return part.sample_frames(metadata=metadata, **rate)
 
     path: Any = source  # its annotations do not name paths
     frames, metadata = load_video(path, backend=decoder, sample_indices_fn=chosen)

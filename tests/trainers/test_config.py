@@ -444,7 +444,7 @@ def test_a_key_that_is_accepted_is_a_key_that_is_used() -> None:
         ({"token_budget": 0}, "token_budget must be at least 1"),
         ({"token_budget": "most"}, "token_budget must be one of auto"),
         ({"optim": "adam"}, "optim must be one of"),
-        ({"optim": "adafactor"}, "set fsdp_sharding_strategy: no_shard"),
+        ({"optim": "adafactor"}, "Set fsdp_sharding_strategy: no_shard"),
     ],
 )
 def test_keys_of_the_model_that_nobody_would_read_or_that_have_no_meaning(keys: dict[str, Any], told: str) -> None:

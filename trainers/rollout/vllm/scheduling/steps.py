@@ -244,23 +244,21 @@ class Steps:
         if len(ids) < len(names):
             known = rows.places()
             rest = {name: count for name, count in names.items() if name not in known}
-        if ends.any():
-            ended = of[ends]
+        ended = of[ends]
+        if len(ended):
             last = {rows.ids[row] for row in ended.tolist()}
             rest = {name: count for name, count in names.items() if name in last or name in rest}
             goes = ~ends
             of, tokens, logps = of[goes], tokens[goes], logps[goes]
             ids = [name for name in ids if name not in last]
+        rows.add(of, tokens)
+        self._cache(rows, of)
+        if len(ended):
             for row in ended.tolist():
                 rows.write(row)
-            rows.add(of, tokens)
-            self._cache(rows, of)
             is_kept = np.ones(len(rows), bool)
             is_kept[ended] = False
             rows.keep(is_kept)
-        else:
-            rows.add(of, tokens)
-            self._cache(rows, of)
         if ids:
             self.decoded.append(DecodedTokens(ids, tokens, logps))
         return with_tokens(planned, rest)

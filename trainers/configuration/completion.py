@@ -74,8 +74,8 @@ class CompletionConfig(TrainConfig):
     vllm_engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of vLLM's EngineArgs that have no key of their own here."""
     vllm_patches: bool = True
-    """Give vLLM a scheduler that is faster in steps that only decode, and on Hopper GPUs a faster start of its Triton
-    attention. This applies only to vLLM versions in which both were compared. It also applies to the engine of a
+    """Give vLLM a scheduler that is faster in pure decoding steps. On Hopper GPUs, also give it a faster start of its
+    Triton attention. This applies only to vLLM versions in which both were compared. It also applies to the engine of a
     teacher. false: vLLM's own code. The numbers are the same, except for rounding."""
 
     # From the trainer to the engine

@@ -33,11 +33,11 @@ class Role(RoleKind):
     """
 
     keys: tuple[str, ...] = ()
-    """Keys of the configuration that this role alone reads."""
+    """Keys of the configuration that only this role reads."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What a section of the role calls keys of the configuration; ``model`` is the first of ``models`` anyway."""
+    """Other names of keys in a section of the role. ``model`` always means the first of ``models``."""
     is_optional: bool = False
-    """Where no key names its model, it has none; otherwise the run's ``model`` stands in."""
+    """True: without a key for its model, the role has none. False: it then has the run's ``model``."""
 
     @property
     def own_names(self) -> Mapping[str, str]:

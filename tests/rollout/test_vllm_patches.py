@@ -396,3 +396,11 @@ def test_experts_on_a_cpu_are_packed_as_the_call_asks(is_named: bool) -> None:
     given: tuple[Any, ...] = ("output", "states", "w13", "w2", 2)
     found = kernel(*given, isa="amx") if is_named else kernel(*given, "amx")
     assert found == ("output", "states", ("w13", "amx"), ("w2", "amx"), 2, "amx")
+
+
+def test_heads_that_a_cpu_refuses_are_those_that_vllm_lacks_there() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from trainers.rollout.vllm.settings import HEADS_ON_CPU
+
+    assert CPUAttentionBackend.get_supported_head_sizes() == list(HEADS_ON_CPU)

@@ -54,10 +54,11 @@ CASES = [
     ("backend: megatron", "qwen3", True, "vllm", MEGATRON),
     ("backend: megatron", "qwen3", False, "hf", f"{MEGATRON}, but vLLM is not installed"),
     ("", "bamba", True, "vllm", LOOP.format("bamba")),
-    ("", "bloom", True, "vllm", LOOP.format("bloom")),  # whose attention cannot be set
+    # whose attention cannot be set, and whose heads are too small for vLLM on a CPU
+    ("", "bloom", True, "hf", LOOP.format("bloom") + ", but rollout_engine: vllm cannot run bloom on a CPU with"),
     ("", "bamba", False, "hf", LOOP.format("bamba") + ", but vLLM is not installed"),
     ("", "qwen3_next", True, "hf", LOOP.format("qwen3_next") + ", but rollout_engine: vllm cannot run qwen3_next on a"),
-    ("", "qwen2_vl", False, "hf", LOOP.format("qwen2_vl, which sees,") + ", but vLLM is not installed"),
+    ("", "qwen2_vl", False, "hf", LOOP.format("qwen2_vl, a vision model,") + ", but vLLM is not installed"),
     ("", "", True, "hf", ALSO + "; the architecture of"),
     ("vllm_tensor_parallel_size: 2", "qwen3", False, "vllm", "vllm_tensor_parallel_size is 2"),
 ]

@@ -105,6 +105,9 @@ def videos_mistake(config: Any, model: str, beside: Mapping[str, str]) -> str | 
         return "sampling shows no videos to a model. Take rows without videos"
     for key in ("rollout_engine", "teacher_engine"):
         if getattr(config, key, "hf") == "vllm":
+            if key == "rollout_engine":  # auto takes it too, before rows are read
+                told = "vllm, written or taken by auto, shows no videos to a model"
+                return f"{key}: {told}. auto does not look at the rows. Write {key}: hf"
             return f"{key}: vllm shows no videos to a model. Write {key}: hf"
     if getattr(config, "has_environment", False):
         return "environments and tools show no videos to a model. Remove them, or take rows without videos"

@@ -86,7 +86,7 @@ def _knows(keys: Mapping[str, Any]) -> tuple[bool, str]:
     except Exception:  # of any kind, by what the folder holds; whoever loads the model says it
         return True, f"; the architecture of {model} cannot be read yet"
     if is_vision(found):
-        return False, f"{found.model_type}, which sees,"
+        return False, f"{found.model_type}, a vision model,"
     try:
         with attending(without_weights(model, trust_remote_code=trusts)) as takes_attention:
             is_known = takes_attention and not foreign_layers(found)

@@ -124,6 +124,8 @@ NOT_ON_CPU = {
 WHOLE = ("gemma3", "paligemma")  # a token of a picture attends to the whole picture
 DELTA_ON_CPU = ("qwen3_5_text",)  # gated delta layers, which vLLM runs on a CPU in bfloat16 alone
 DELTA_WIDTH = 128  # of their heads
+# Sizes of attention heads that vLLM (0.32) has kernels for on a CPU; a test compares them with those of the installed
+HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def check_model_on_cpu(model: str | Path, *, dtype: str = "float32", trust_remote_code: bool = False) -> None:
@@ -145,6 +147,12 @@ def check_model_on_cpu(model: str | Path, *, dtype: str = "float32", trust_remot
         raise ConfigError(
             f"rollout_engine: vllm cannot run {kind} on a CPU: {NOT_ON_CPU[kind]}. Take rollout_engine: hf, or a GPU."
         )
+    size = _head_size(config)
+    if size is not None and size not in HEADS_ON_CPU:
+        raise ConfigError(
+            f"rollout_engine: vllm cannot run {kind} on a CPU with attention heads of size {size}: there vLLM has only "
+            f"the sizes {', '.join(map(str, HEADS_ON_CPU))}. Take rollout_engine: hf, or a GPU."
+        )
     if kind not in DELTA_ON_CPU:
         if dtype != "float32":
             raise ConfigError("the vllm engine on a CPU takes only weights in float32. Set dtype: float32.")
@@ -156,6 +164,16 @@ def check_model_on_cpu(model: str | Path, *, dtype: str = "float32", trust_remot
             f"dtype is {dtype}, and the heads have {widths[0]} and {widths[1]}. Set dtype: bfloat16, or take "
             "rollout_engine: hf, or a GPU."
         )
+
+
+def _head_size(config: Any) -> int | None:
+    """How many numbers an attention head has; None where the configuration does not say, or heads are compressed."""
+    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention, which has kernels of its own
+        return None
+    if isinstance(size := getattr(config, "head_dim", None), int) and size > 0:
+        return size
+    width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    return width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None
 
 
 def engine_fields(given: Mapping[str, Any], *, on_cpu: bool, has_processes: bool) -> dict[str, Any]:

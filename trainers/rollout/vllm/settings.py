@@ -147,11 +147,10 @@ def check_model_on_cpu(model: str | Path, *, dtype: str = "float32", trust_remot
         raise ConfigError(
             f"rollout_engine: vllm cannot run {kind} on a CPU: {NOT_ON_CPU[kind]}. Take rollout_engine: hf, or a GPU."
         )
-    size = _head_size(config)
-    if size is not None and size not in HEADS_ON_CPU:
+    if unknown := _head_sizes(config) - set(HEADS_ON_CPU):
         raise ConfigError(
-            f"rollout_engine: vllm cannot run {kind} on a CPU with attention heads of size {size}: there vLLM has only "
-            f"the sizes {', '.join(map(str, HEADS_ON_CPU))}. Take rollout_engine: hf, or a GPU."
+            f"rollout_engine: vllm cannot run {kind} on a CPU with attention heads of size {min(unknown)}: there vLLM "
+            f"has only the sizes {', '.join(map(str, HEADS_ON_CPU))}. Take rollout_engine: hf, or a GPU."
         )
     if kind not in DELTA_ON_CPU:
         if dtype != "float32":
@@ -166,14 +165,23 @@ def check_model_on_cpu(model: str | Path, *, dtype: str = "float32", trust_remot
         )
 
 
-def _head_size(config: Any) -> int | None:
-    """How many numbers an attention head has; None where the configuration does not say, or heads are compressed."""
-    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention, which has kernels of its own
-        return None
-    if isinstance(size := getattr(config, "head_dim", None), int) and size > 0:
-        return size
-    width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-    return width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None
+def _head_sizes(config: Any) -> set[int]:
+    """How many numbers the attention heads have; empty where the configuration does not say, or heads are compressed.
+
+    ``config``: of a language model, whose layers may differ. None: of a model that is not here yet.
+    """
+    found: set[int] = set()
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    for layer in layers:
+        if getattr(layer, "kv_lora_rank", None):  # multi-head latent attention, which has kernels of its own
+            continue
+        size = getattr(layer, "head_dim", None)
+        width, heads = getattr(layer, "hidden_size", None), getattr(layer, "num_attention_heads", None)
+        if not size and isinstance(width, int) and isinstance(heads, int) and heads:
+            size = width // heads
+        if isinstance(size, int) and size:
+            found.add(size)
+    return found
 
 
 def engine_fields(given: Mapping[str, Any], *, on_cpu: bool, has_processes: bool) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from rayhelper.planning.role_kinds import RoleKind, declared_name, declared_role
 from rayhelper.text import nearest, parse_text
 from trainers.commands import RLHF, Command, command_named, task_of
 from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.mistakes import packages_fit
 from trainers.configuration.reading.command_line import export_env, given_keys, load_config, read_config
 from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.reading.text import save_config
@@ -55,7 +56,7 @@ def _main(name: str, argv: Sequence[str] | None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
         arguments = sys.argv[1:] if argv is None else argv
-        with logs.apart(_log_level(arguments)):
+        with logs.apart(_log_level(arguments)), packages_fit():
             command = command_of(name, arguments)
             config, header = read_config(command.config_type, arguments, prog=f"{program_name()} {name}")
             _say_what_is_loaded(name, config)
@@ -85,7 +86,7 @@ def check_before_torchrun(name: str, arguments: Sequence[str], num_processes: in
         config, _ = read_config(command.config_type, arguments, prog=f"{program_name()} {name}")
         os.environ.update({key: str(value) for key, value in config.env.items()})
         folder = getattr(config, "run_folder", None)
-        with contextlib.nullcontext() if folder is None else held(folder):
+        with packages_fit(), contextlib.nullcontext() if folder is None else held(folder):
             _check_run(command.trainer, config, placement(command.trainer, config, num_processes))
     except (ConfigError, PlacementError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -23,6 +23,7 @@ from rayhelper.timeline.trace import read as read_trace
 from tests import warm
 from trainers import cli, commands
 from trainers.cli import load_config, main, placement, run, save_config
+from trainers.configuration import mistakes
 from trainers.configuration.reading import command_line
 from trainers.configuration.reading.help import print_help
 from trainers.configuration.shared import RunConfig, TrainConfig
@@ -543,6 +544,25 @@ def test_a_mistake_that_the_trainer_finds_is_answered_the_same_way(
         main(DUMMY, NEEDED)
     assert exit_.value.code == 2
     assert capsys.readouterr().err == f"{LOADING}error: no row has a prompt\n"
+
+
+@pytest.mark.parametrize("is_torchvision", [True, False])
+def test_a_torchvision_for_another_torch_ends_in_one_line(
+    is_torchvision: bool, made: list[Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = ModuleNotFoundError("Could not import module 'Qwen3ForCausalLM'")  # as transformers tells it
+    error.__cause__ = RuntimeError(f"operator {'torchvision' if is_torchvision else 'plugin'}::nms does not exist")
+    versions = {"torch": "2.5.0+cpu", "torchvision": "0.28.0"}
+    monkeypatch.setattr(DummyTrainer, "problem", error)
+    monkeypatch.setattr(mistakes, "version", versions.__getitem__)
+    with pytest.raises(SystemExit if is_torchvision else ModuleNotFoundError) as ended:
+        main(DUMMY, NEEDED)
+    if is_torchvision:
+        assert isinstance(ended.value, SystemExit)
+        assert ended.value.code == 2
+        told = capsys.readouterr().err.removeprefix(f"{LOADING}error: ")
+        assert told.startswith("torchvision 0.28.0 does not fit torch 2.5.0+cpu. Run pip uninstall -y torchvision; ")
+        assert told.endswith("torch==2.5.0+cpu --index-url https://download.pytorch.org/whl/cpu\n")
 
 
 def test_bars_are_off_in_all_processes_but_the_first_unless_the_shell_wants_them(

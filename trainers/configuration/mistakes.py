@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from types import NoneType
 
 from rayhelper import ConfigError
@@ -28,3 +29,45 @@ def mistakes_of(key: str) -> Iterator[None]:
             raise
         told = str(error) if str(error).startswith(key) else f"{key}: {error}"
         raise ConfigError("; ".join([told, *getattr(error, "__notes__", [])])) from error
+
+
+WHEELS = "https://download.pytorch.org/whl"  # a folder for each build of torch: cpu, cu130, ...
+
+
+@contextlib.contextmanager
+def packages_fit() -> Iterator[None]:
+    """Inside, what comes of a torchvision for another torch is a ConfigError that says so.
+
+    transformers imports an installed torchvision also for a language model, and names only the model that it could not
+    import. Other errors stay as they are.
+    """
+    try:
+        yield
+    except Exception as error:  # of any kind: transformers wraps what it finds
+        if not _is_of_torchvision(error):
+            raise
+        raise ConfigError(_unfit_torchvision()) from error
+
+
+def _is_of_torchvision(error: BaseException | None) -> bool:
+    """Whether an error, or a cause of it, is of torchvision's kernels: they are not there, or it is only half there."""
+    while error is not None:
+        if "operator torchvision::" in str(error) or "partially initialized module 'torchvision'" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _unfit_torchvision() -> str:
+    """What does not fit, and how to install what does: pip finds it where torch is held."""
+    found = version("torch")
+    try:
+        unfit = f"torchvision {version('torchvision')}"
+    except PackageNotFoundError:
+        unfit = "the torchvision that is found"
+    build = found.partition("+")[2]
+    index = f" --index-url {WHEELS}/{build}" if build else ""
+    return (
+        f"{unfit} does not fit torch {found}. Run pip uninstall -y torchvision; for rows with videos then also pip "
+        f"install torchvision torch=={found}{index}"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from tests.golden.tiny import tiny_tokenizer
 from tests.images.test_sft import turns
 from trainers.backends.fsdp.hf_model import build_model
 from trainers.backends.fsdp.vision.pixels import Vision
+from trainers.data.images.conversations import picture_mistake
 from trainers.data.images.processor import ImageReader, load_processor
 from trainers.data.rows import tokenize_prompts
+from trainers.data.sources import read_files
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.sft.trainer import SFTTrainer
 
@@ -149,3 +152,20 @@ def test_a_processor_that_asks_its_part_for_videos_is_refused(tmp_path: Path) ->
     tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"MiniCPMV4_6Processor of .* cannot be without a part for videos"):
         load_processor(str(tmp_path))
+
+
+def test_a_relative_path_starts_in_the_folder_of_the_data_then_in_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("data/both.png", "both.png", "here.png"):
+        (tmp_path / name).write_bytes(png(0))
+    names = ["both.png", "here.png", "nowhere.png"]
+    row = {"messages": turns("<image>What?", "one"), "images": names[2:], "videos": [names]}
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (found,) = read_files([folder / "rows.jsonl"], False)
+    assert found["videos"] == [[str(folder / "both.png"), "here.png", str(folder / "nowhere.png")]]
+    told = picture_mistake({"messages": row["messages"], "images": found["images"]})
+    assert told == ("images", f"image 0 {str(folder / 'nowhere.png')!r} does not exist")

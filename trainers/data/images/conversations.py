@@ -153,7 +153,10 @@ def has_pictures(rows: Dataset) -> bool:
 
 
 def with_folder(rows: Dataset, folder: Path) -> Dataset:
-    """The rows of a file in ``folder``; relative paths of pictures that lie below it are absolute ones."""
+    """The rows of a file in ``folder``; relative paths of pictures and videos start there, and are absolute ones.
+
+    One that is no file there, but in the current folder, stays as it is.
+    """
     present = [name for name in (*COLUMNS, *CONVERSATIONS) if name in rows.column_names]
     if not present or not has_pictures(rows):
         return rows
@@ -272,7 +275,9 @@ def _moved(value: Any, folder: Path) -> Any:
         return value
     path = Path(value.removeprefix(FILE_URI)).expanduser()
     there = folder.absolute() / path
-    return str(there) if not path.is_absolute() and there.is_file() else value
+    if not value or path.is_absolute() or (not there.is_file() and path.is_file()):
+        return value
+    return str(there)  # also of a file that is nowhere: what is told names the folder of the data
 
 
 def _moved_turns(messages: Any, folder: Path) -> Any:

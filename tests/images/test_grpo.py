@@ -209,7 +209,7 @@ MEGATRON = {"backend": "megatron", "beta": 0.0}
     [
         {"freeze_llm": True} | {"freeze_vit": False, "tuner_type": "lora"},
         {"freeze_llm": True, "freeze_vit": False, "pipeline_model_parallel_size": 2},
-        {"vit_lr": 1e-5, "learning_rate": 0.0},
+        {"vit_lr": 1e-5, "learning_rate": 0.0, "freeze_vit": False},
     ],
 )
 def test_megatron_refuses_parts_that_it_cannot_train(

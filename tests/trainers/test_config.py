@@ -186,6 +186,8 @@ def test_a_configuration_does_not_change() -> None:
 # The keys of the trainers
 
 SFT_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"tuner_type": "lora", "vit_lr": 1e-5}, ["vit_lr is 1e-05", "by default", "Write freeze_vit: false, or remove"]),
+    ({"freeze_aligner": True, "vit_lr": 1e-5, "aligner_lr": 0.1}, ["aligner_lr is 0.1, but freeze_aligner is true"]),
     ({"max_length": 1}, ["max_length must be at least 2", "1"]),
     ({"packing": True, "max_length": None}, ["packing needs max_length"]),
     ({"group_by_length": True, "packing": True}, ["group_by_length", "packing fills rows to one length"]),

@@ -79,6 +79,8 @@ def test_a_header_says_which_parts_of_a_vision_model_learn(tmp_path: Path) -> No
     assert learns(seeing, **towers) == "all weights except the vision tower and the aligner"
     assert learns(seeing, freeze_llm=True) == "all weights except the language model"
     assert learns(seeing, tuner_type="lora") == "lora of rank 8 (none in the vision tower and the aligner)"
+    parts = {"tuner_type": "lora", "lora_kwargs": {"modules_to_save": ["vit", "aligner"]}}
+    assert learns(seeing, **parts) == "lora of rank 8, and all weights of the vision tower and the aligner"
     assert learns(reading, **towers) == "all weights"
     assert "all weights except the vision tower of a vision model," in learns("hub/m", freeze_vit=True)
 

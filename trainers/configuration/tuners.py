@@ -37,7 +37,8 @@ class TunerConfig:
     """Names of the layers that get an adapter. all-linear: every linear layer except the head. You may name more layers
     after it (backend: fsdp). auto: the layers that peft chooses for the architecture (backend: fsdp)."""
     lora_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further fields of peft's LoraConfig, such as {use_rslora: true}."""
+    """Further fields of peft's LoraConfig, such as {use_rslora: true}. {modules_to_save: [vit, aligner]} trains all
+    weights of the vision tower and the aligner of a vision model."""
     tuner_kwargs: dict[str, Any] = field(default_factory=dict)
     """Fields of peft's configuration for a tuner other than lora. For adalora, such as {init_r: 12, target_r: 8}."""
     load_in_4bit: bool = False

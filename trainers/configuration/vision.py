@@ -35,9 +35,9 @@ class VisionConfig:
     freeze_llm: bool = False
     """The language model is not trained, and gets no adapter."""
     vit_lr: float | None = None
-    """Learning rate of the vision tower. null: ``learning_rate``."""
+    """Learning rate of the vision tower, where it is not frozen. null: ``learning_rate``."""
     aligner_lr: float | None = None
-    """Learning rate of the aligner. null: ``learning_rate``."""
+    """Learning rate of the aligner, where it is not frozen. null: ``learning_rate``."""
 
 
 def vision_settings(config: Any, *, trains: bool = True) -> dict[str, Any]:
@@ -73,6 +73,14 @@ def check_vision(config: VisionConfig) -> None:
             "lora_kwargs: modules_to_save has vit and aligner, but freeze_vit or freeze_aligner is true. Remove one."
         )
     told = vision_settings(config)
+    for part in told["rates"]:
+        if part not in told["frozen"]:
+            continue
+        is_said = getattr(config, f"freeze_{part}") is not None
+        why = f"freeze_{part} is true" if is_said else "that part is frozen by default with an adapter or with megatron"
+        raise ConfigError(
+            f"{part}_lr is {told['rates'][part]}, but {why}. Write freeze_{part}: false, or remove {part}_lr."
+        )
     if len(told["frozen"]) == 3:
         raise ConfigError(
             "freeze_llm is true, and the vision tower and the aligner are frozen too: nothing would learn. Set "

@@ -28,7 +28,7 @@ from trainers.checkpoint import GROWN, checkpoints
 from trainers.configuration.reading.command_line import read_from
 from trainers.configuration.reading.folders import names_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
-from trainers.configuration.tuners import shown_tuner
+from trainers.configuration.tuners import shown_tuner, trained_parts
 from trainers.configuration.vision import vision_settings
 from trainers.data.broken_rows import counted_of
 from trainers.run.going_on import builds_model
@@ -81,6 +81,9 @@ def _learns(config: TrainConfig) -> str:
     """What is trained, without the parts of a vision model that are frozen."""
     told, frozen = shown_tuner(config), [PARTS_OF_VISION[part] for part in vision_settings(config)["frozen"]]
     sees = _has_tower(config.model)
+    whole = [PARTS_OF_VISION[part] for part in trained_parts(config)]
+    if whole and sees is not False:
+        told += f", and all weights of {' and '.join(whole)}"
     if not frozen or sees is False or (config.backend == "megatron" and not sees):
         return told
     if config.has_adapter:

@@ -141,6 +141,13 @@ def engine_of(name: str | None, file: str, keys: Mapping[Any, Any]) -> str | Non
     return engine
 
 
+def parts_of_model(folder: str) -> Mapping[Any, Any] | None:
+    """The parts of the vision model in a folder, as ``rayhelper plan`` counts them; None where it cannot be built."""
+    from trainers.backends.fsdp.vision.parts import counted
+
+    return counted(folder)
+
+
 def _refusals(config_type: type[RunConfig], file: str) -> list[str]:
     """Every mistake of a file, as its trainer's command line would tell them."""
     from trainers.configuration.reading.command_line import load_config

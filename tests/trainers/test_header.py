@@ -19,6 +19,7 @@ from rayhelper.planning.dry_run import make_plan
 from rayhelper.planning.plan_report import as_lines
 from tests import warm
 from tests.golden.tiny import save_tiny
+from trainers.backends.fsdp.vision.parts import linear_layers, part_of
 from trainers.configuration.reading.command_line import load_config
 from trainers.configuration.shared import SEQUENCES_PER_STEP
 from trainers.grpo.config import GRPOConfig
@@ -154,6 +155,53 @@ def test_a_plan_shows_the_roles_that_live_with_others(tmp_path: Path) -> None:
         plan = make_plan(str(tmp_path / "x.yaml"), None, None, None, 80.0, "grpo")
         assert {one.group.name: one.guests for one in plan.groups} == {"train": shown, "rollout": ()}
         assert f"  also     {', '.join(shown)}, which no group names; memory not counted" in list(as_lines(plan))
+
+
+def _trained(folder: str, tmp_path: Path, trainer: str = "sft", role: str = "train", **keys: Any) -> dict[str, int]:
+    """Bytes of each term of the memory of the role that learns on one GPU, and ``all``: parameters of its model."""
+    file = tmp_path / "x.yaml"
+    file.write_text(yaml.safe_dump({"model": folder, "dataset": "rows", role: {"gpus": 1}, **keys}))
+    plan = make_plan(str(file), None, None, None, 80.0, trainer)
+    assert not any("Llama" in line for line in plan.findings.assumed)
+    (planned,) = plan.groups[0].roles
+    assert planned.shape is not None
+    assert planned.memory is not None
+    return {term.name: term.num_bytes for term in planned.memory.terms} | {"all": planned.shape.num_parameters}
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl"])
+def test_a_plan_counts_all_of_a_vision_model_and_what_learns_of_it(name: str, tmp_path: Path) -> None:
+    folder = save_vision(tmp_path / "seeing", name)
+    module = AutoModelForImageTextToText.from_pretrained(folder)
+    parts, size = part_of(module), dict(module.named_parameters())
+    tower = sum(weight.numel() for name, weight in size.items() if parts[name] != "llm")
+    linear = linear_layers(module, ["vit", "aligner"])
+    beside = 8 * sum(sum(module.get_submodule(layer).weight.shape) for layer in linear)
+    full = _trained(folder, tmp_path)
+    assert full["all"] == sum(weight.numel() for weight in size.values())
+    assert full["gradients"] == 4 * full["all"]
+    frozen = _trained(folder, tmp_path, freeze_vit=True, freeze_aligner=True)
+    assert (frozen["gradients"], frozen["weights"]) == (full["gradients"] - 4 * tower, full["weights"])
+    adapter = _trained(folder, tmp_path, tuner_type="lora")
+    assert adapter["gradients"] < 4 * (full["all"] - tower)
+    with_tower = _trained(folder, tmp_path, tuner_type="lora", freeze_vit=False, freeze_aligner=False)
+    assert with_tower["gradients"] == adapter["gradients"] + 4 * beside
+    itself = _trained(folder, tmp_path, tuner_type="lora", lora_kwargs={"modules_to_save": ["vit", "aligner"]})
+    assert itself["optimizer"] == adapter["optimizer"] + 8 * tower
+    megatron = _trained(folder, tmp_path, backend="megatron")
+    assert megatron["gradients"] == 4 * (full["all"] - tower)
+    thawed = _trained(folder, tmp_path, backend="megatron", freeze_vit=False, freeze_aligner=False)
+    assert thawed["gradients"] == 4 * full["all"]
+
+
+def test_a_plan_counts_the_reference_that_shares_the_workers_of_dpo(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "reading")
+    full = _trained(model, tmp_path, "dpo", "default")
+    assert full["reference"] == 2 * full["all"]
+    for keys in ({"tuner_type": "lora"}, {"reference_free": True}):
+        assert "reference" not in _trained(model, tmp_path, "dpo", "default", **keys)
+        lines = list(as_lines(make_plan(str(tmp_path / "x.yaml"), None, None, None, 80.0, "dpo")))
+        assert "  also     reference, which no group names; memory counted above" in lines
 
 
 def test_the_name_of_an_own_trainer_is_short() -> None:

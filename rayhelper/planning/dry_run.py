@@ -147,8 +147,8 @@ def make_plan(
     num_trainers = max(trained, default=1)
     engine = "hf"
     if "auto" in (keys.get("rollout_engine") for keys in sections.values()):
-        engine = chosen_engine(trainer, config, values) or engine
-        findings.assume(f"rollout_engine: {engine}, which auto is with what is installed here")
+        engine, reason = chosen_engine(trainer, config, values) or (engine, "its trainer cannot be asked")
+        findings.assume(f"rollout_engine: {engine} (auto: {reason})")
     guests = {role: kind for role, kind in declared.items() if not {role, *kind.also} & {*groups.roles}}
     run = PlannedRun(shared, num_trainers, kinds, gpu_bytes, nproc_per_node, findings, shape, unknown, engine, guests)
     roles = {

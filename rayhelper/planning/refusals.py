@@ -36,13 +36,13 @@ def refusals(trainer: str | None, config: str, values: Mapping[Any, Any]) -> tup
     return [], []
 
 
-def chosen_engine(trainer: str | None, config: str, values: Mapping[Any, Any]) -> str | None:
-    """The engine that the trainer of a file takes for ``rollout_engine: auto``: ``hf`` or ``vllm``; None: not known.
+def chosen_engine(trainer: str | None, config: str, values: Mapping[Any, Any]) -> tuple[str, str] | None:
+    """The engine that a file's trainer takes for ``rollout_engine: auto`` (``hf``, ``vllm``), and why; None: not known.
 
     The package of ``refusals`` says it, by a function ``engine_of(trainer, file, values)``.
     """
     for point in entry_points(group=GROUP):
-        ask: Callable[..., str | None] | None = getattr(import_module(point.module), "engine_of", None)
+        ask: Callable[..., tuple[str, str] | None] | None = getattr(import_module(point.module), "engine_of", None)
         found = None if ask is None else ask(trainer, config, values)
         if found is not None:
             return found

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 import trainers
 from benchmarks.tiny.vision import save_vision
 from rayhelper import ConfigError
+from rayhelper.__main__ import main
 from rayhelper.planning.dry_run import make_plan
 from rayhelper.planning.plan_report import as_lines
 from tests import warm
@@ -41,7 +42,7 @@ def test_a_header_says_what_the_run_is_about_to_do(tmp_path: Path) -> None:
         "roles: train on 2 GPU (train); rollout on 2 GPU (rollout)",
         f"steps: 30, of 16 sequences each, at most {16 * (100 + 512):,} tokens, into outputs/grpo",
         "chosen by the run: token_budget: auto, gradient_checkpointing: auto "
-        "(on a GPU, where the log has the values that fix them)",
+        "(only on a GPU; the log then has the values)",
         "translated: dtype from bf16",
     ]
     own = GRPOConfig(model="m", dataset="rows", reward_funcs=["exact_answer"], output_dir="other")
@@ -57,6 +58,8 @@ def test_a_header_counts_the_data_of_every_trainer() -> None:
     config = SFTConfig(model="m", dataset="rows")
     for name in named:
         assert f"data: 1,234 {name.removeprefix('num_')} of rows" in header(config, 1, {name: 1234})
+    (steps,) = [line for line in header(config, 1, {"pairs": 9, SEQUENCES_PER_STEP: 4}) if line.startswith("steps:")]
+    assert ", of 4 pairs each, at most 8,192 tokens" in steps
 
 
 def test_parameters_of_a_tower_are_counted_too(tmp_path: Path) -> None:
@@ -147,6 +150,22 @@ def test_a_plan_says_once_what_this_machine_lacks_and_that_a_trainer_takes_the_f
     (tmp_path / "x.yaml").write_text(f"model: m\n{missing}train: {{gpus: 2}}\nlearnin_rate: 1\n")
     warnings = make_plan(str(tmp_path / "x.yaml"), None, None, None, 80.0, None).findings.warnings
     assert sum("no trainer of the package takes the file" in line for line in warnings) == 1
+
+
+def test_a_plan_and_a_header_give_one_reason_for_the_engine(tmp_path: Path) -> None:
+    keys = {"model": save_tiny(tmp_path / "reading"), "dataset": "rows", "reward_funcs": ["exact_answer"]}
+    keys |= {"use_ray": True, "rollout_engine": "auto"}
+    groups = {"all": {"device": "GPU", "ranks": [0, 1], "workers": ["train", "rollout"]}}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({**keys, "device_groups": groups}))
+    plan = make_plan(str(tmp_path / "x.yaml"), None, None, None, 80.0, "grpo")
+    config = load_config(GRPOConfig, ["--config", str(tmp_path / "x.yaml")])
+    assert "rollout_engine: hf  # auto: the workers that train also generate" in header(config, 1, {})
+    assert "rollout_engine: hf (auto: the workers that train also generate)" in plan.findings.assumed
+
+
+def test_a_command_without_the_dashes_is_told_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "swift", "sft", "--model", "m"]) == 2
+    assert "write -- before it: rayhelper plan -- swift sft --model m" in capsys.readouterr().err
 
 
 def test_a_plan_shows_the_roles_that_live_with_others(tmp_path: Path) -> None:

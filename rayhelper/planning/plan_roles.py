@@ -246,10 +246,9 @@ def read_shape(model: Any, where: str, remedy: str, findings: Findings) -> tuple
         return None, "its shape has a mistake"
     if shape is None:
         return None, f"{model!r} is no folder here; {remedy}"
-    if isinstance(model, str):
-        shape, is_whole = with_tower(shape, model)
-        if not is_whole:
-            findings.assume(f"of {where} the language model alone: its other parts cannot be counted here")
+    shape, is_whole = with_tower(shape, model)
+    if not is_whole:
+        findings.assume(f"of {where} the language model alone: its other parts cannot be counted here")
     if not shape.is_exact:
         findings.assume(f"the architecture of {where} is not known and counted as a Llama's")
     return shape, ""

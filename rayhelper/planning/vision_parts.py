@@ -16,11 +16,13 @@ TOWER = ("vit", "aligner")
 CONFIGS = ("vision_config", "audio_config", "thinker_config")  # of a config.json whose model sees or hears
 
 
-def with_tower(shape: ModelShape, model: str | Path) -> tuple[ModelShape, bool]:
+def with_tower(shape: ModelShape, model: str | Mapping[str, Any]) -> tuple[ModelShape, bool]:
     """The shape with vision tower and aligner, and whether all parts of the folder's model are counted.
 
     transformers builds the model without weights, which also tells whether the language model is counted exactly.
     """
+    if isinstance(model, Mapping):
+        return shape, not any(model.get(name) for name in CONFIGS)
     path = Path(model).expanduser()
     file = path / "config.json" if path.is_dir() else path
     config = json.loads(file.read_text(encoding="utf-8"))

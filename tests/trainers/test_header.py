@@ -213,6 +213,14 @@ def test_a_plan_counts_all_of_a_vision_model_and_what_learns_of_it(name: str, tm
     assert thawed["gradients"] == 4 * full["all"]
 
 
+def test_a_plan_says_that_it_counts_no_tower_of_sizes_alone(tmp_path: Path) -> None:
+    config = json.loads((Path(save_vision(tmp_path / "seeing")) / "config.json").read_bytes())
+    file = tmp_path / "x.yaml"
+    file.write_text("train: {gpus: 1}\n")
+    assumed = make_plan(str(file), None, None, json.dumps(config), 80.0, "sft").findings.assumed
+    assert "of --model the language model alone: its other parts cannot be counted here" in assumed
+
+
 def test_a_plan_counts_the_reference_that_shares_the_workers_of_dpo(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "reading")
     full = _trained(model, tmp_path, "dpo", "default")

@@ -474,12 +474,12 @@ def _name_as_released(file: Path) -> None:
         save_file({name: weights[own] for name, own in released.items()}, file, metadata={"format": "pt"})
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Writes one of the models: ``python -m benchmarks.tiny.vision qwen2_5_vl tiny/vision``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tiny.vision", description=__doc__)
     parser.add_argument("kind", choices=[*MODELS, *FURTHER], help="family of the model")
     parser.add_argument("folder", help="where the model, its tokenizer and its processor are written")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     print(f"wrote {save_vision(given.folder, given.kind)}")
 
 

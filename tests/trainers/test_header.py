@@ -13,6 +13,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import trainers
+from benchmarks.tiny import vision
 from benchmarks.tiny.vision import save_vision
 from rayhelper import ConfigError
 from rayhelper.__main__ import main
@@ -211,6 +212,12 @@ def test_a_plan_counts_all_of_a_vision_model_and_what_learns_of_it(name: str, tm
     assert megatron["gradients"] == 4 * (full["all"] - tower)
     thawed = _trained(folder, tmp_path, backend="megatron", freeze_vit=False, freeze_aligner=False)
     assert thawed["gradients"] == 4 * full["all"]
+
+
+def test_a_tiny_vision_model_is_written_by_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vision.main(["qwen2_5_vl", str(tmp_path / "seeing")])
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'seeing'}\n"
+    assert num_parameters(str(tmp_path / "seeing"))
 
 
 def test_a_plan_says_that_it_counts_no_tower_of_sizes_alone(tmp_path: Path) -> None:

@@ -47,6 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if words else 2
     if words[0] in ("plan", "check") and "--" in words:
         return _of_command(parser, words[0], words[1 : words.index("--")], words[words.index("--") + 1 :])
+    if words[0] == "plan" and len(words) > 1 and not words[1].startswith("-"):
+        told = f"to plan a whole command, write -- before it: rayhelper plan -- {' '.join(words[1:])}"
+        print(f"error: {told}", file=sys.stderr)
+        return 2
     options = vars(parser.parse_args(words))
     subcommand = options.pop("subcommand")
     if subcommand == "plan":

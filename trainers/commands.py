@@ -124,21 +124,27 @@ def refusals(name: str | None, file: str, keys: Mapping[Any, Any]) -> list[str] 
     return _refusals(config_type, file)
 
 
-def engine_of(name: str | None, file: str, keys: Mapping[Any, Any]) -> str | None:
-    """What ``rollout_engine: auto`` stands for where the roles of a file lie on its device groups, as on Ray.
+def engine_of(name: str | None, file: str, keys: Mapping[Any, Any]) -> tuple[str, str] | None:
+    """What ``rollout_engine: auto`` stands for, and why, where the roles of a file lie on its device groups, as on Ray.
 
     ``name`` None: the trainer of the file's ``rlhf_type``, or GRPO's. None for a file with mistakes.
     """
-    from trainers.configuration.reading.command_line import read_keys
+    from trainers.configuration.reading.command_line import chosen_keys
 
     kind = keys.get("rlhf_type")
     try:
         command = command_named(name or (RLHF if kind else "grpo"), kind, task_of(keys))
-        found = read_keys(command.config_type, ["--config", file, "--use_ray", "true"])
+        found = chosen_keys(command.config_type, ["--config", file, "--use_ray", "true"])
     except ConfigError:
         return None
-    engine: str | None = found.get("rollout_engine")
-    return engine
+    return found.get("rollout_engine")
+
+
+def parts_of_model(folder: str) -> Mapping[Any, Any] | None:
+    """The parts of the vision model in a folder, as ``rayhelper plan`` counts them; None where it cannot be built."""
+    from trainers.backends.fsdp.vision.parts import counted
+
+    return counted(folder)
 
 
 def _refusals(config_type: type[RunConfig], file: str) -> list[str]:

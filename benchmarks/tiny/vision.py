@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import io
 import json
@@ -471,3 +472,16 @@ def _name_as_released(file: Path) -> None:
     if "vision_tower.embeddings.patch_embedding.weight" in weights:  # otherwise the tower is no SigLIP
         released = {re.sub(r"^vision_tower\.", "vision_tower.vision_model.", name): name for name in weights}
         save_file({name: weights[own] for name, own in released.items()}, file, metadata={"format": "pt"})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Writes one of the models: ``python -m benchmarks.tiny.vision qwen2_5_vl tiny/vision``."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tiny.vision", description=__doc__)
+    parser.add_argument("kind", choices=[*MODELS, *FURTHER], help="family of the model")
+    parser.add_argument("folder", help="where the model, its tokenizer and its processor are written")
+    given = parser.parse_args(arguments)
+    print(f"wrote {save_vision(given.folder, given.kind)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -22,7 +22,18 @@ from rayhelper.device_groups.slots import Demand, demands, workers_by_node
 from rayhelper.errors import ConfigError, PlacementError
 from rayhelper.planning.memory import GIB, RUNTIME_BYTES, peak_bytes
 from rayhelper.planning.model_shape import SHAPE_REMEDY, ModelShape
-from rayhelper.planning.plan_roles import LEARNS, Findings, Place, PlannedRun, RolePlan, plan_role, read_shape
+from rayhelper.planning.plan_roles import (
+    LEARNS,
+    Findings,
+    Place,
+    PlannedRun,
+    RolePlan,
+    is_adapted,
+    is_reference,
+    plan_role,
+    read_shape,
+    scores_pairs,
+)
 from rayhelper.planning.refusals import chosen_engine, refusals
 from rayhelper.planning.role_kinds import RoleKind, kind_of, roles_named
 from rayhelper.ranks import runs
@@ -54,6 +65,7 @@ class GroupPlan:
     peak_bytes: int | None  # of one GPU, with what its roles move away; None: no role's memory is known
     awake_bytes: int | None  # the same if nothing were moved away
     guests: tuple[str, ...] = ()  # roles that no group names, and that live with a role of this one
+    counted_guests: tuple[str, ...] = ()  # those of them whose memory is counted with that role's
 
 
 @dataclass(frozen=True)
@@ -135,9 +147,10 @@ def make_plan(
     num_trainers = max(trained, default=1)
     engine = "hf"
     if "auto" in (keys.get("rollout_engine") for keys in sections.values()):
-        engine = chosen_engine(trainer, config, values) or engine
-        findings.assume(f"rollout_engine: {engine}, which auto is with what is installed here")
-    run = PlannedRun(shared, num_trainers, kinds, gpu_bytes, nproc_per_node, findings, shape, unknown, engine)
+        engine, reason = chosen_engine(trainer, config, values) or (engine, "its trainer cannot be asked")
+        findings.assume(f"rollout_engine: {engine} (auto: {reason})")
+    guests = {role: kind for role, kind in declared.items() if not {role, *kind.also} & {*groups.roles}}
+    run = PlannedRun(shared, num_trainers, kinds, gpu_bytes, nproc_per_node, findings, shape, unknown, engine, guests)
     roles = {
         group.name: tuple(plan_role(Place(role, group, groups.role_settings[role], run)) for role in group.roles)
         for group in groups.groups
@@ -146,7 +159,7 @@ def make_plan(
         _plan_group(group, layout.get(group.name, Counter()), groups.neighbours(group), roles, run)
         for group in groups.groups
     )
-    planned = tuple(replace(one, guests=_guests(one.group, groups.roles, declared, shared)) for one in planned)
+    planned = tuple(_with_guests(one, _guests(one.group, groups.roles, declared, shared), run) for one in planned)
     num_asked = sum(demand.total() for demand in asked.values())
     is_partial = bool(mistakes)
     return Plan(
@@ -290,6 +303,15 @@ def _guests(
         and kind.host in group.roles
         and (not getattr(kind, "is_optional", False) or any(shared.get(key) for key in kind.models))
     )
+
+
+def _with_guests(planned: GroupPlan, guests: tuple[str, ...], run: PlannedRun) -> GroupPlan:
+    """The group with these guests: a reference is counted with the role that it lives with, or needs no memory."""
+    terms = {term.name for role in planned.roles if role.memory is not None for term in role.memory.terms}
+    is_needless = is_adapted(run.shared) or run.shared.get("reference_free") is True
+    is_counted = "reference" in terms or (bool(terms) and scores_pairs(run) and is_needless)
+    counted = tuple(role for role in guests if is_counted and is_reference(run.guests.get(role)))
+    return replace(planned, guests=guests, counted_guests=counted)
 
 
 def _shares(workers: Counter[int]) -> tuple[NodeShare, ...]:

@@ -51,6 +51,8 @@ class Work:
     num_micro_batches: int | None = None  # of an optimizer step; None: enough to fill a pipeline
     has_reference: bool = False  # a frozen copy of the model beside the trained one
     adapter: int = 0  # parameters of an adapter, which alone is trained; 0: all are
+    whole: int = 0  # parameters of a vision model's tower among them, which learn themselves
+    frozen: tuple[str, ...] = ()  # parts of a vision model that do not learn: vit, aligner, llm
     bits: int | None = None  # of a number in the layers beside the adapter; None: they are as the forward pass has them
 
     @property
@@ -143,20 +145,24 @@ def training(shape: ModelShape, sizes: ParallelSizes, work: Work) -> tuple[Term,
         dense, experts = megatron_parameters(shape, sizes)
         master = 4 if work.compute_bytes == 2 else 0
         dense_ways, expert_ways = _optimizer_ways(sizes) if work.distributed_optimizer else (1, 1)
-        states = (master + 8) * (math.ceil(dense / dense_ways) + math.ceil(experts / expert_ways))
+        learned, learned_experts = (dense, experts) if not work.frozen else _learned_by_megatron(shape, sizes, work)
+        states = (master + 8) * (math.ceil(learned / dense_ways) + math.ceil(learned_experts / expert_ways))
         own = dense + experts
         weights = [
             Term("weights", work.compute_bytes * own, freed_by=(OFFLOAD_MODEL, PARAM_OFFLOAD)),
-            Term("gradients", 4 * own, freed_by=(OFFLOAD_OPTIMIZER, GRAD_OFFLOAD)),
+            Term("gradients", 4 * (learned + learned_experts), freed_by=(OFFLOAD_OPTIMIZER, GRAD_OFFLOAD)),
             Term("optimizer", states, freed_by=(OFFLOAD_OPTIMIZER, STEP_ONLY)),
         ]
     else:
         own = math.ceil(shape.num_parameters / sizes.fsdp_ways)
+        kept = shape.without(work.frozen)
+        num_learned = kept.tower if "llm" in work.frozen else kept.num_parameters
+        learned = math.ceil(num_learned / sizes.fsdp_ways)
         pieces = 2 * max(PIECE_BYTES, math.ceil(8 * max(shape.ends, shape.largest_layer) / sizes.fsdp_ways))
         weights = [
             Term("weights", 4 * own, freed_by=(OFFLOAD_MODEL,)),
-            Term("gradients", 4 * own, stays=False),  # set to none by the step
-            Term("optimizer", 8 * own, freed_by=(OFFLOAD_OPTIMIZER, STEP_ONLY), at_once=min(8 * own, pieces)),
+            Term("gradients", 4 * learned, stays=False),  # set to none by the step
+            Term("optimizer", 8 * learned, freed_by=(OFFLOAD_OPTIMIZER, STEP_ONLY), at_once=min(8 * learned, pieces)),
             *_gathered(shape, sizes, work),
         ]
     if work.has_reference:
@@ -165,11 +171,20 @@ def training(shape: ModelShape, sizes: ParallelSizes, work: Work) -> tuple[Term,
     return (*weights, activations, _logits(shape, sizes, work, trains=True))
 
 
+def _learned_by_megatron(shape: ModelShape, sizes: ParallelSizes, work: Work) -> tuple[int, int]:
+    """Parameters on the fullest worker without those of frozen parts of a vision model, those of experts apart."""
+    kept = shape.without(work.frozen)
+    return (kept.tower, 0) if "llm" in work.frozen else megatron_parameters(kept, sizes)
+
+
 def _under_adapter(shape: ModelShape, sizes: ParallelSizes, work: Work) -> list[Term]:
     if work.backend == "megatron":
         num_bytes = work.compute_bytes * sum(megatron_parameters(shape, sizes))
         most = max(sizes.stage_layers(shape.num_hidden_layers))  # layers of a stage
-        own = math.ceil(work.adapter * most / shape.num_hidden_layers)  # all of halves that TP workers may share
+        layered = work.adapter - work.whole  # the tower is on the first stage
+        own = work.whole + math.ceil(
+            layered * most / shape.num_hidden_layers
+        )  # all of halves that TP workers may share
         states = math.ceil(own / (_optimizer_ways(sizes)[0] if work.distributed_optimizer else 1))
         return [
             Term("weights", num_bytes, freed_by=(OFFLOAD_MODEL, PARAM_OFFLOAD)),
@@ -236,12 +251,13 @@ def cache_bytes_per_token(shape: ModelShape, tensor: int = 1) -> int:
 def megatron_parameters(shape: ModelShape, sizes: ParallelSizes) -> tuple[int, int]:
     """Parameters on a worker of the fullest pipeline stage, those of experts apart.
 
-    The first stage holds the embedding, the last the head (a copy of the embedding if they are tied) and the last norm.
+    The first stage holds the embedding, and on each worker a vision model's tower; the last the head (a copy of the
+    embedding if they are tied) and the last norm.
     """
     embedding = math.ceil(shape.vocab_size / sizes.tensor) * shape.hidden_size
     layers = sizes.stage_layers(shape.num_hidden_layers)
     ends = [0] * len(layers)
-    ends[0] += embedding
+    ends[0] += embedding + shape.tower
     ends[-1] += shape.hidden_size + (0 if len(layers) == 1 and shape.tie_word_embeddings else embedding)
     stages = (_layer_parameters(shape, sizes, count) for count in layers)
     return max(((dense + end, experts) for (dense, experts), end in zip(stages, ends, strict=True)), key=sum)

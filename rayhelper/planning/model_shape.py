@@ -1,14 +1,14 @@
 """The shape of a language model, and how many parameters it has: without torch, without its weights. Pure.
 
 Exact for the architectures named in ``BIASES``; any other is counted as if it were a Llama of the same sizes, and
-``is_exact`` says so.
+``is_exact`` says so. A vision tower is no part of that: whoever can build the model counts it (``vision_parts.py``).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,12 @@ BIASES = {
     "qwen3": ("qk_norm",),
     "qwen3_moe": ("qk_norm",),
     "qwen3_next": ("qk_norm", "output_gate"),
+    "qwen2_vl": ("qkv_bias",),
+    "qwen2_vl_text": ("qkv_bias",),
+    "qwen2_5_vl": ("qkv_bias",),
+    "qwen2_5_vl_text": ("qkv_bias",),
+    "qwen3_vl_text": ("qk_norm",),
+    "qwen3_vl_moe_text": ("qk_norm",),
     "qwen3_5_text": ("qk_norm", "output_gate"),
     "qwen3_5_moe_text": ("qk_norm", "output_gate"),
 }
@@ -48,6 +54,16 @@ class Weights(NamedTuple):
     split: int  # over tensor-parallel ranks
     replicated: int  # norms and routers: every tensor-parallel rank has them
     experts: int = 0  # over expert-parallel and expert-tensor-parallel ranks
+
+
+class Part(NamedTuple):
+    """What a vision model has beside its language model: its vision tower, or its aligner."""
+
+    num_parameters: int = 0
+    linear: tuple[tuple[str, int, int], ...] = ()  # of each linear layer: end of its name, inputs, outputs
+
+
+NO_PART = Part()
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,8 @@ class ModelShape:
     linear_key_head_dim: int = 0
     linear_value_head_dim: int = 0
     linear_conv_kernel_dim: int = 0
+    vit: Part = NO_PART  # of a vision model; who reads a config.json alone does not know it
+    aligner: Part = NO_PART
     is_exact: bool = True  # False: the architecture is not one of BIASES
 
     @classmethod
@@ -129,7 +147,7 @@ class ModelShape:
         if not isinstance(plain, list):
             raise ConfigError(f"mlp_only_layers of {where} must be a list of layers, got {plain!r}. Write [0, 1].")
         step = size("decoder_sparse_step", default=1)
-        delta = _delta_sizes(config, layers, size) if "output_gate" in extras else {}
+        delta: dict[str, Any] = _delta_sizes(config, layers, size) if "output_gate" in extras else {}
         sparse = [layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in plain]
         return cls(
             hidden_size=hidden,
@@ -209,7 +227,25 @@ class ModelShape:
         return sum(self.moe_layer if self.num_moe_layers else self.dense_layer) + more
 
     @property
+    def tower(self) -> int:
+        """Parameters of the vision tower and the aligner."""
+        return self.vit.num_parameters + self.aligner.num_parameters
+
+    def without(self, parts: Collection[str]) -> ModelShape:
+        """The same model without its ``vit`` or ``aligner``."""
+        return replace(
+            self,
+            vit=NO_PART if "vit" in parts else self.vit,
+            aligner=NO_PART if "aligner" in parts else self.aligner,
+        )
+
+    @property
     def num_parameters(self) -> int:
+        """Of the whole model."""
+        return self.num_language_parameters + self.tower
+
+    @property
+    def num_language_parameters(self) -> int:
         dense_layers = self.num_hidden_layers - self.num_moe_layers
         more = self.num_delta_layers * (sum(self.delta_rule) - sum(self.attention))
         return self.ends + dense_layers * sum(self.dense_layer) + self.num_moe_layers * sum(self.moe_layer) + more

@@ -2,7 +2,8 @@
 
     rayhelper plan --config x.yaml [--nodes N --gpus-per-node M]
 
-No Ray, no torch, no GPU: it starts in a fraction of a second, also for a hundred thousand GPUs. What stands in the plan
+No Ray, no GPU: it starts in a fraction of a second, also for a hundred thousand GPUs. For a vision model it builds the
+model without weights, which takes some seconds. What stands in the plan
 is found by ``dry_run.py``; here it is written down, short enough to read: ranks and nodes in runs.
 """
 
@@ -121,8 +122,9 @@ def _group_lines(planned: GroupPlan, gpu_bytes: int) -> Iterator[str]:
             yield f"    memory {terms} = {_gib(role.memory.at_work)} GiB per GPU{apart}"
         elif group.device != "CPU":
             yield f"    memory unknown: {role.unknown}"
-    if planned.guests:
-        yield f"  also     {', '.join(planned.guests)}, which no group names; memory not counted"
+    for is_counted, told in ((True, "counted above"), (False, "not counted")):
+        if guests := [role for role in planned.guests if (role in planned.counted_guests) is is_counted]:
+            yield f"  also     {', '.join(guests)}, which no group names; memory {told}"
     if planned.peak_bytes is not None and group.shares_devices_with is not None:
         yield f"  memory   counted with that of {group.shares_devices_with}"
     elif planned.peak_bytes is not None:

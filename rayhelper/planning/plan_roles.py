@@ -40,6 +40,7 @@ from rayhelper.planning.parallel_sizes import (
     size_mistakes,
 )
 from rayhelper.planning.role_kinds import RoleKind
+from rayhelper.planning.vision_parts import beside_tower, frozen_parts, whole_parts, with_tower
 
 LEARNS = ("trains", "values")
 MICRO_BATCH_KEYS = ("per_device_train_batch_size", "micro_batch_size")
@@ -75,6 +76,7 @@ class PlannedRun:
     shape: ModelShape | None  # of the model that roles share
     unknown: str  # why there is no shape
     engine: str  # that rollout_engine: auto stands for
+    guests: Mapping[str, RoleKind] = field(default_factory=dict)  # declared roles that no group names
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,12 @@ def _plan_model(place: Place) -> RolePlan:
     if shape is not None and place.group.device != "CPU":
         work = _work(place, sizes)
         if does == "train" and place.settings.get("tuner_type", "full") != "full":
-            work = replace(work, adapter=_adapter(place.settings, shape), bits=_bits(place.settings))
+            whole = sum(getattr(shape, part).num_parameters for part in whole_parts(place.settings))
+            adapter = _adapter(place.settings, shape) + whole
+            work = replace(work, adapter=adapter, whole=whole, bits=_bits(place.settings))
+        if does == "train" and shape.tower:
+            work = replace(work, frozen=frozen_parts(place.settings, is_megatron=work.backend == "megatron"))
+            findings.assume("the vision tower's activations are not counted")
         divided = replace(sizes, data=1) if place.kind.does == "judges" else sizes
         terms = (training if does == "train" else scoring)(shape, divided, work)
         memory = RoleMemory(place.role, terms, _offloads(place.settings))
@@ -239,6 +246,9 @@ def read_shape(model: Any, where: str, remedy: str, findings: Findings) -> tuple
         return None, "its shape has a mistake"
     if shape is None:
         return None, f"{model!r} is no folder here; {remedy}"
+    shape, is_whole = with_tower(shape, model)
+    if not is_whole:
+        findings.assume(f"of {where} the language model alone: its other parts cannot be counted here")
     if not shape.is_exact:
         findings.assume(f"the architecture of {where} is not known and counted as a Llama's")
     return shape, ""
@@ -300,14 +310,14 @@ def _adapter(settings: Mapping[str, Any], shape: ModelShape) -> int:
     """Parameters of the adapter that these keys describe."""
     targets = settings.get("lora_target_modules", [ALL])
     names = [targets] if isinstance(targets, str) else targets
-    tuner, kwargs = str(settings.get("tuner_type")), settings.get("tuner_kwargs")
-    return adapter_parameters(
-        shape,
-        _whole(settings, "lora_rank") or DEFAULT_RANK,
-        [str(name) for name in names],
-        tuner={"bone": "miss"}.get(tuner, tuner),
-        kwargs=kwargs if isinstance(kwargs, Mapping) else {},
-    )
+    said, kwargs = str(settings.get("tuner_type")), settings.get("tuner_kwargs")
+    tuner, rank = {"bone": "miss"}.get(said, said), _whole(settings, "lora_rank") or DEFAULT_RANK
+    targets = [str(name) for name in names]
+    beside = beside_tower(shape, settings, rank, targets, tuner) if shape.tower else 0
+    if shape.tower and settings.get("freeze_llm") is True:
+        return beside
+    kwargs = kwargs if isinstance(kwargs, Mapping) else {}
+    return beside + adapter_parameters(shape, rank, targets, tuner=tuner, kwargs=kwargs)
 
 
 def _bits(settings: Mapping[str, Any]) -> int | None:
@@ -329,13 +339,32 @@ def _length(settings: Mapping[str, Any], findings: Findings) -> int:
 
 
 def _has_reference(place: Place) -> bool:
-    """Whether GRPO's KL term makes the trained role hold the model that it started from."""
+    """Whether the trained role's workers also hold the model that it started from.
+
+    A trainer that generates (GRPO) needs it for its KL term; one that does not (DPO, KTO), unless it is left out.
+    """
     settings = place.settings
-    has_own = any(kind.does == "scores" and "ref_model" in kind.models for kind in place.run.kinds.values())
+    has_own = any(map(is_reference, place.run.kinds.values()))
     is_policy = place.kind.does == "trains" and not has_own
-    if settings.get("tuner_type", "full") != "full" and settings.get("ref_model") is None:
+    if is_adapted(settings):
         return False  # the policy without its adapter
-    return is_policy and bool(settings.get("beta")) and bool(settings.get("reward_funcs"))
+    needs = bool(settings.get("beta")) and bool(settings.get("reward_funcs"))
+    return is_policy and (needs or (scores_pairs(place.run) and settings.get("reference_free") is not True))
+
+
+def scores_pairs(run: PlannedRun) -> bool:
+    """Whether a reference that no group names belongs to a trainer that does not generate."""
+    roles = [*run.kinds.values(), *run.guests.values()]
+    return any(map(is_reference, run.guests.values())) and all(kind.does != "generates" for kind in roles)
+
+
+def is_adapted(settings: Mapping[str, Any]) -> bool:
+    """Whether the reference is the policy without its adapter."""
+    return settings.get("tuner_type", "full") != "full" and settings.get("ref_model") is None
+
+
+def is_reference(kind: RoleKind | None) -> bool:
+    return kind is not None and kind.does == "scores" and "ref_model" in kind.models
 
 
 def _num_sequences(place: Place, work: Work) -> int:

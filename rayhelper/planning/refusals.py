@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
+from rayhelper.planning.model_shape import Part
 from rayhelper.planning.role_kinds import GROUP
 
 Refusals = Callable[[str | None, str, Mapping[Any, Any]], list[str] | None]
@@ -35,14 +36,28 @@ def refusals(trainer: str | None, config: str, values: Mapping[Any, Any]) -> tup
     return [], []
 
 
-def chosen_engine(trainer: str | None, config: str, values: Mapping[Any, Any]) -> str | None:
-    """The engine that the trainer of a file takes for ``rollout_engine: auto``: ``hf`` or ``vllm``; None: not known.
+def chosen_engine(trainer: str | None, config: str, values: Mapping[Any, Any]) -> tuple[str, str] | None:
+    """The engine that a file's trainer takes for ``rollout_engine: auto`` (``hf``, ``vllm``), and why; None: not known.
 
     The package of ``refusals`` says it, by a function ``engine_of(trainer, file, values)``.
     """
     for point in entry_points(group=GROUP):
-        ask: Callable[..., str | None] | None = getattr(import_module(point.module), "engine_of", None)
+        ask: Callable[..., tuple[str, str] | None] | None = getattr(import_module(point.module), "engine_of", None)
         found = None if ask is None else ask(trainer, config, values)
         if found is not None:
             return found
+    return None
+
+
+def counted_parts(folder: str) -> Mapping[str, Part] | None:
+    """The parts of the vision model in a folder (``vit``, ``aligner``, ``llm``); None: nobody here can count them.
+
+    The package of ``refusals`` says it, by a function ``parts_of_model(folder)``, without reading weights.
+    """
+    for point in entry_points(group=GROUP):
+        ask: Callable[[str], Mapping[str, tuple[int, tuple[tuple[str, int, int], ...]]] | None] | None
+        ask = getattr(import_module(point.module), "parts_of_model", None)
+        found = None if ask is None else ask(folder)
+        if found is not None:
+            return {name: Part(*part) for name, part in found.items()}
     return None

@@ -174,6 +174,7 @@ def test_one_line_tells_whose_defaults_hold_and_why(tmp_path: Path) -> None:
     line = line_of(SFTConfig, THEIRS + "weight_decay: 0.1", tmp_path)
     assert "ms-swift (the file has attn_impl)" in line
     assert "learning_rate 0.0001" in line
+    assert "system ''," in line
     assert "weight_decay" not in line  # which the file says
 
 

@@ -13,12 +13,15 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import trainers
+from benchmarks.tiny import vision
 from benchmarks.tiny.vision import save_vision
 from rayhelper import ConfigError
+from rayhelper.__main__ import main
 from rayhelper.planning.dry_run import make_plan
 from rayhelper.planning.plan_report import as_lines
 from tests import warm
 from tests.golden.tiny import save_tiny
+from trainers.backends.fsdp.vision.parts import linear_layers, part_of
 from trainers.configuration.reading.command_line import load_config
 from trainers.configuration.shared import SEQUENCES_PER_STEP
 from trainers.grpo.config import GRPOConfig
@@ -40,7 +43,7 @@ def test_a_header_says_what_the_run_is_about_to_do(tmp_path: Path) -> None:
         "roles: train on 2 GPU (train); rollout on 2 GPU (rollout)",
         f"steps: 30, of 16 sequences each, at most {16 * (100 + 512):,} tokens, into outputs/grpo",
         "chosen by the run: token_budget: auto, gradient_checkpointing: auto "
-        "(on a GPU, where the log has the values that fix them)",
+        "(only on a GPU; the log then has the values)",
         "translated: dtype from bf16",
     ]
     own = GRPOConfig(model="m", dataset="rows", reward_funcs=["exact_answer"], output_dir="other")
@@ -56,6 +59,8 @@ def test_a_header_counts_the_data_of_every_trainer() -> None:
     config = SFTConfig(model="m", dataset="rows")
     for name in named:
         assert f"data: 1,234 {name.removeprefix('num_')} of rows" in header(config, 1, {name: 1234})
+    (steps,) = [line for line in header(config, 1, {"pairs": 9, SEQUENCES_PER_STEP: 4}) if line.startswith("steps:")]
+    assert ", of 4 pairs each, at most 8,192 tokens" in steps
 
 
 def test_parameters_of_a_tower_are_counted_too(tmp_path: Path) -> None:
@@ -150,12 +155,89 @@ def test_a_plan_says_once_what_this_machine_lacks_and_that_a_trainer_takes_the_f
     assert sum("no trainer of the package takes the file" in line for line in warnings) == 1
 
 
+def test_a_plan_and_a_header_give_one_reason_for_the_engine(tmp_path: Path) -> None:
+    keys = {"model": save_tiny(tmp_path / "reading"), "dataset": "rows", "reward_funcs": ["exact_answer"]}
+    keys |= {"use_ray": True, "rollout_engine": "auto"}
+    groups = {"all": {"device": "GPU", "ranks": [0, 1], "workers": ["train", "rollout"]}}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({**keys, "device_groups": groups}))
+    plan = make_plan(str(tmp_path / "x.yaml"), None, None, None, 80.0, "grpo")
+    config = load_config(GRPOConfig, ["--config", str(tmp_path / "x.yaml")])
+    assert "rollout_engine: hf  # auto: the workers that train also generate" in header(config, 1, {})
+    assert "rollout_engine: hf (auto: the workers that train also generate)" in plan.findings.assumed
+
+
+def test_a_command_without_the_dashes_is_told_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "swift", "sft", "--model", "m"]) == 2
+    assert "write -- before it: rayhelper plan -- swift sft --model m" in capsys.readouterr().err
+
+
 def test_a_plan_shows_the_roles_that_live_with_others(tmp_path: Path) -> None:
     for keys, shown in (({}, ("reference",)), ({"reward_model": ["judge"]}, ("reference", "reward"))):
         (tmp_path / "x.yaml").write_text(yaml.safe_dump({"train": {"gpus": 2}, "rollout": {"gpus": 2}, **keys}))
         plan = make_plan(str(tmp_path / "x.yaml"), None, None, None, 80.0, "grpo")
         assert {one.group.name: one.guests for one in plan.groups} == {"train": shown, "rollout": ()}
         assert f"  also     {', '.join(shown)}, which no group names; memory not counted" in list(as_lines(plan))
+
+
+def _trained(folder: str, tmp_path: Path, trainer: str = "sft", role: str = "train", **keys: Any) -> dict[str, int]:
+    """Bytes of each term of the memory of the role that learns on one GPU, and ``all``: parameters of its model."""
+    file = tmp_path / "x.yaml"
+    file.write_text(yaml.safe_dump({"model": folder, "dataset": "rows", role: {"gpus": 1}, **keys}))
+    plan = make_plan(str(file), None, None, None, 80.0, trainer)
+    assert not any("Llama" in line for line in plan.findings.assumed)
+    (planned,) = plan.groups[0].roles
+    assert planned.shape is not None
+    assert planned.memory is not None
+    return {term.name: term.num_bytes for term in planned.memory.terms} | {"all": planned.shape.num_parameters}
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl"])
+def test_a_plan_counts_all_of_a_vision_model_and_what_learns_of_it(name: str, tmp_path: Path) -> None:
+    folder = save_vision(tmp_path / "seeing", name)
+    module = AutoModelForImageTextToText.from_pretrained(folder)
+    parts, size = part_of(module), dict(module.named_parameters())
+    tower = sum(weight.numel() for name, weight in size.items() if parts[name] != "llm")
+    linear = linear_layers(module, ["vit", "aligner"])
+    beside = 8 * sum(sum(module.get_submodule(layer).weight.shape) for layer in linear)
+    full = _trained(folder, tmp_path)
+    assert full["all"] == sum(weight.numel() for weight in size.values())
+    assert full["gradients"] == 4 * full["all"]
+    frozen = _trained(folder, tmp_path, freeze_vit=True, freeze_aligner=True)
+    assert (frozen["gradients"], frozen["weights"]) == (full["gradients"] - 4 * tower, full["weights"])
+    adapter = _trained(folder, tmp_path, tuner_type="lora")
+    assert adapter["gradients"] < 4 * (full["all"] - tower)
+    with_tower = _trained(folder, tmp_path, tuner_type="lora", freeze_vit=False, freeze_aligner=False)
+    assert with_tower["gradients"] == adapter["gradients"] + 4 * beside
+    itself = _trained(folder, tmp_path, tuner_type="lora", lora_kwargs={"modules_to_save": ["vit", "aligner"]})
+    assert itself["optimizer"] == adapter["optimizer"] + 8 * tower
+    megatron = _trained(folder, tmp_path, backend="megatron")
+    assert megatron["gradients"] == 4 * (full["all"] - tower)
+    thawed = _trained(folder, tmp_path, backend="megatron", freeze_vit=False, freeze_aligner=False)
+    assert thawed["gradients"] == 4 * full["all"]
+
+
+def test_a_tiny_vision_model_is_written_by_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vision.main(["qwen2_5_vl", str(tmp_path / "seeing")])
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'seeing'}\n"
+    assert num_parameters(str(tmp_path / "seeing"))
+
+
+def test_a_plan_says_that_it_counts_no_tower_of_sizes_alone(tmp_path: Path) -> None:
+    config = json.loads((Path(save_vision(tmp_path / "seeing")) / "config.json").read_bytes())
+    file = tmp_path / "x.yaml"
+    file.write_text("train: {gpus: 1}\n")
+    assumed = make_plan(str(file), None, None, json.dumps(config), 80.0, "sft").findings.assumed
+    assert "of --model the language model alone: its other parts cannot be counted here" in assumed
+
+
+def test_a_plan_counts_the_reference_that_shares_the_workers_of_dpo(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "reading")
+    full = _trained(model, tmp_path, "dpo", "default")
+    assert full["reference"] == 2 * full["all"]
+    for keys in ({"tuner_type": "lora"}, {"reference_free": True}):
+        assert "reference" not in _trained(model, tmp_path, "dpo", "default", **keys)
+        lines = list(as_lines(make_plan(str(tmp_path / "x.yaml"), None, None, None, 80.0, "dpo")))
+        assert "  also     reference, which no group names; memory counted above" in lines
 
 
 def test_the_name_of_an_own_trainer_is_short() -> None:

@@ -362,7 +362,7 @@ def told_of(held: Holding, ours: Mapping[str, Any], found: Mapping[str, Any], gi
     keys = {**found, **{name: plain(value) for name, value in given.values.items()}}
     if held.is_ms_swift:
         others = [name for name in found if name in ours and found[name] != ours[name] and name not in given.values]
-        listed = ", ".join(f"{name} {_shown(found[name])}" for name in others if name not in OF_EITHER)
+        listed = ", ".join(f"{name} {_shown(found[name]) or repr('')}" for name in others if name not in OF_EITHER)
         return f"defaults: {MS_SWIFT}{why}. These differ from TRL's: {listed or 'none'}"
     here = [
         f"{row.key} {_shown(keys.get(row.key))} (TRL: {_shown(row.theirs)})"

@@ -61,7 +61,7 @@ class DPOConfig(ReferenceConfig):
     discopop_tau: float = 0.05
     """Temperature of the mixture in loss type discopop."""
     bco_shift: bool = False
-    """With bco_pair: subtract the running mean of the rewards over all steps so far (BCO, arXiv 2404.04656)."""
+    """With bco_pair: subtract the mean of all rewards up to and including this step (BCO, arXiv 2404.04656)."""
 
     # Reference
     reference_free: bool = False

@@ -158,15 +158,16 @@ def _steps(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Ite
     size = order.get(SEQUENCES_PER_STEP) or config.global_batch_size
     prompt, completion = getattr(config, "max_prompt_length", None), getattr(config, "max_completion_length", None)
     longest = getattr(config, "max_length", None) or (prompt + completion if prompt and completion else None)
-    of_what = f", of {size:,} sequences each" if isinstance(size, int) else ""
-    most = f", at most {size * longest:,} tokens" if isinstance(size, int) and longest else ""
+    is_paired = "pairs" in order  # chosen and rejected
+    of_what = f", of {size:,} {'pairs' if is_paired else 'sequences'} each" if isinstance(size, int) else ""
+    most = f", at most {size * longest * (2 if is_paired else 1):,} tokens" if isinstance(size, int) and longest else ""
     yield f"steps: {num_steps:,}{of_what}{most}, into {config.output_dir}"
 
 
 def _chosen(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
     keys = [f"{key}: auto" for key in ("token_budget", "gradient_checkpointing") if getattr(config, key) == "auto"]
     if keys:
-        yield f"chosen by the run: {', '.join(keys)} (on a GPU, where the log has the values that fix them)"
+        yield f"chosen by the run: {', '.join(keys)} (only on a GPU; the log then has the values)"
 
 
 def _engine(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:

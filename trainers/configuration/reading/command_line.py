@@ -111,6 +111,16 @@ def read_keys(config_type: type[ConfigT], argv: Sequence[str]) -> dict[str, Any]
     return defaults | values
 
 
+def chosen_keys(config_type: type[ConfigT], argv: Sequence[str]) -> dict[str, tuple[Any, str]]:
+    """The keys that were ``auto`` and are decided before a run starts: what each stands for, and why.
+
+    Raises:
+        ConfigError: as ``read_keys``.
+    """
+    given, *_, values = _typed_keys(config_type, argv)
+    return {key: (values[key], reason) for key, reason in given.chosen.items() if key in values}
+
+
 def _typed_keys(
     config_type: type[ConfigT], argv: Sequence[str]
 ) -> tuple[GivenKeys, Any, dict[str, Any], dict[str, Any], dict[str, Any]]:

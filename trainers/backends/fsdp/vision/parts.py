@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from trainers.backends.fresh_weights import VALUE_HEAD
+from trainers.data.images.processor import seeing_part
 
 Part = Literal["vit", "aligner", "llm", "head"]  # head: of a sequence classifier; it always learns
 MERGERS = ("merger", "merger_list", "deepstack_merger_list")  # parts of a tower
@@ -70,3 +71,28 @@ def linear_layers(module: Any, of: Iterable[Part]) -> list[str]:
     kept, parts = set(of), part_of(module)
     layers = [(name, part) for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)]
     return [name for name, _ in layers if parts[f"{name}.weight"] in kept]
+
+
+def counted(folder: str) -> dict[Part, tuple[int, tuple[tuple[str, int, int], ...]]] | None:
+    """How many parameters each part of a folder's model has, and the ends of the names and the sizes of its linear
+    layers; None for a model that sees nothing, or that transformers itself does not build.
+
+    No weights are read.
+    """
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    try:
+        configuration = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            module = AutoModelForImageTextToText.from_config(seeing_part(configuration))
+    except (ValueError, KeyError, OSError):
+        return None
+    parts, weights = part_of(module), dict(module.named_parameters())
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
+
+    def sizes(part: Part) -> tuple[int, tuple[tuple[str, int, int], ...]]:
+        own = [name for name in linear_layers(module, [part]) if part != "llm"]
+        linear = [(name.rpartition(".")[2], layers[name].in_features, layers[name].out_features) for name in own]
+        return sum(weight.numel() for name, weight in weights.items() if parts[name] == part), tuple(linear)
+
+    return {"vit": sizes("vit"), "aligner": sizes("aligner"), "llm": sizes("llm")}

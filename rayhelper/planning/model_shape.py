@@ -29,6 +29,8 @@ BIASES = {
     "qwen2_vl_text": ("qkv_bias",),
     "qwen2_5_vl": ("qkv_bias",),
     "qwen2_5_vl_text": ("qkv_bias",),
+    "qwen2_5_omni_text": ("qkv_bias",),
+    "qwen3_omni_moe_text": ("qk_norm",),
     "qwen3_vl_text": ("qk_norm",),
     "qwen3_vl_moe_text": ("qk_norm",),
     "qwen3_5_text": ("qk_norm", "output_gate"),

@@ -85,9 +85,10 @@ def counted(folder: str) -> dict[Part, tuple[int, tuple[tuple[str, int, int], ..
         configuration = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             module = AutoModelForImageTextToText.from_config(seeing_part(configuration))
-    except (ValueError, KeyError, OSError):
+        parts = part_of(module)
+    except (ValueError, KeyError, OSError, AttributeError, ImportError):  # ImportError: a tower of a further package
         return None
-    parts, weights = part_of(module), dict(module.named_parameters())
+    weights = dict(module.named_parameters())
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
 
     def sizes(part: Part) -> tuple[int, tuple[tuple[str, int, int], ...]]:

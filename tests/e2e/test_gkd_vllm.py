@@ -248,10 +248,12 @@ PLACED: dict[str, tuple[dict[str, Any], Any, str]] = {
 
 @VLLM
 @pytest.mark.parametrize("name", PLACED)
-def test_what_its_engine_could_not_do_is_refused_before_anything_starts(name: str, model: str, tmp_path: Path) -> None:
+def test_what_its_engine_could_not_do_is_refused_before_anything_starts(
+    name: str, model: str, teacher: str, tmp_path: Path
+) -> None:
     keys, groups, message = PLACED[name]
     placed = {} if groups is None else {"device_groups": groups, "use_ray": True}
-    config = gkd_config(model, tmp_path, **{"teacher_model": model, "teacher_engine": "vllm", **KEYS} | keys | placed)
+    config = gkd_config(model, tmp_path, **{"teacher_model": teacher, "teacher_engine": "vllm", **KEYS} | keys | placed)
     with pytest.raises(ConfigError, match=message):
         GKDTrainer.check(config, placement(GKDTrainer, config))
 

@@ -177,9 +177,9 @@ def test_whitening_counts_what_it_is_told_to() -> None:
 
 
 def test_other_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="ref_logps must have the rows"):
+    with pytest.raises(ValueError, match="ref_logps must have as many entries per row"):
         gae.kl_estimates(ragged([2, 3]), ragged([3, 2]), "k1")
-    with pytest.raises(ValueError, match="values must have the rows"):
+    with pytest.raises(ValueError, match="values must have as many entries per row"):
         gae.generalized_advantages(ragged([2, 3]), ragged([3, 2]), gamma=1.0, lam=1.0)
     with pytest.raises(ValueError, match="kl_estimator must be one of k1, k3, got 'k2'"):
         gae.kl_estimates(ragged([2]), ragged([2]), "k2")  # type: ignore[arg-type]

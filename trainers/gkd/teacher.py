@@ -151,7 +151,7 @@ def check_vllm_teacher(config: GKDConfig, groups: DeviceGroups | None) -> None:
             check_sees(config.teacher_model, "teacher_engine", trust_remote_code=config.trust_remote_code)
             if is_on_cpu(groups, "teacher"):
                 told: dict[str, Any] = {"dtype": resolve_dtype(config), "trust_remote_code": config.trust_remote_code}
-                check_model_on_cpu(config.teacher_model, **told)
+                check_model_on_cpu(config.teacher_model, key="teacher_engine", **told)
         given = dict(config.teacher_engine_kwargs)
         size = given.pop("tensor_parallel_size", 1)
         checked_engine_kwargs(given, key="teacher_engine_kwargs")

@@ -110,7 +110,7 @@ def check_vllm(config: SamplingConfig, groups: DeviceGroups | None) -> None:
     check_sees(config.model, "sampler_engine", trust_remote_code=config.trust_remote_code)
     if is_on_cpu(groups, "sampler"):
         told: dict[str, Any] = {"dtype": resolve_dtype(config), "trust_remote_code": config.trust_remote_code}
-        check_model_on_cpu(config.model, **told)
+        check_model_on_cpu(config.model, key="sampler_engine", **told)
 
 
 def engine_settings(config: SamplingConfig, *, judges_beside: bool) -> tuple[dict[str, Any], int]:

@@ -128,8 +128,10 @@ DELTA_WIDTH = 128  # of their heads
 HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
-def check_model_on_cpu(model: str | Path, *, dtype: str = "float32", trust_remote_code: bool = False) -> None:
-    """Raises ConfigError for a model that vLLM loads on a CPU but cannot run, or not in this dtype."""
+def check_model_on_cpu(
+    model: str | Path, *, dtype: str = "float32", trust_remote_code: bool = False, key: str = "rollout_engine"
+) -> None:
+    """Raises ConfigError for a model that vLLM loads on a CPU but cannot run, or not in this dtype; ``key`` chose it."""
     from transformers import AutoConfig
 
     config: Any = None
@@ -139,18 +141,18 @@ def check_model_on_cpu(model: str | Path, *, dtype: str = "float32", trust_remot
         is_seen_whole = getattr(config, "use_bidirectional_attention", None) == "vision"  # Gemma 4
         if whole.model_type in WHOLE or is_seen_whole:
             raise ConfigError(
-                f"vllm cannot run {whole.model_type} on a CPU. Tokens of its pictures attend to the whole picture, but "
-                "there vLLM uses only the tokens before them. Take rollout_engine: hf, or a GPU."
+                f"{key}: vllm cannot run {whole.model_type} on a CPU. Tokens of its pictures attend to the whole picture, but "
+                f"there vLLM uses only the tokens before them. Take {key}: hf, or a GPU."
             )
     kind = getattr(config, "model_type", "")
     if kind in NOT_ON_CPU:
         raise ConfigError(
-            f"rollout_engine: vllm cannot run {kind} on a CPU: {NOT_ON_CPU[kind]}. Take rollout_engine: hf, or a GPU."
+            f"{key}: vllm cannot run {kind} on a CPU: {NOT_ON_CPU[kind]}. Take {key}: hf, or a GPU."
         )
     if unknown := _head_sizes(config) - set(HEADS_ON_CPU):
         raise ConfigError(
-            f"rollout_engine: vllm cannot run {kind} on a CPU with attention heads of size {min(unknown)}: there vLLM "
-            f"has only the sizes {', '.join(map(str, HEADS_ON_CPU))}. Take rollout_engine: hf, or a GPU."
+            f"{key}: vllm cannot run {kind} on a CPU with attention heads of size {min(unknown)}: there vLLM "
+            f"has only the sizes {', '.join(map(str, HEADS_ON_CPU))}. Take {key}: hf, or a GPU."
         )
     if kind not in DELTA_ON_CPU:
         if dtype != "float32":
@@ -161,7 +163,7 @@ def check_model_on_cpu(model: str | Path, *, dtype: str = "float32", trust_remot
         raise ConfigError(
             f"the vllm engine on a CPU runs {kind} only in bfloat16, with gated delta heads of {DELTA_WIDTH}. Here "
             f"dtype is {dtype}, and the heads have {widths[0]} and {widths[1]}. Set dtype: bfloat16, or take "
-            "rollout_engine: hf, or a GPU."
+            f"{key}: hf, or a GPU."
         )
 
 

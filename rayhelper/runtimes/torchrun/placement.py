@@ -12,6 +12,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from rayhelper.roles.runtime import Route, acting_as, state, task_acting_as
 from rayhelper.runtimes.driver import undeclared
 from rayhelper.runtimes.off import call_here
 from rayhelper.runtimes.torchrun.exchange import Exchange, Watch
+from rayhelper.runtimes.torchrun.meeting import Meeting
 from rayhelper.runtimes.torchrun.outcome import Outcome, deadline_error, in_collective
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.calls import collector, divide, layout_of, where_of
@@ -50,7 +52,8 @@ class Processes(Protocol):
     alone: str
     owed: OwedCall | None
     watcher: Any  # of what calls come to, while ``prove`` compares runtimes
-    last_awaited: asyncio.Future[None] | None  # done when the call that was awaited last has been settled
+    last_awaited: Meeting | None  # of the call that was awaited last
+    meetings: ThreadPoolExecutor  # in which such calls are settled
 
     @property
     def workers(self) -> Mapping[str, WorkerRuntime]: ...
@@ -146,11 +149,13 @@ class SpmdPlacement:
             raise undeclared(method, self.identity.cls)
         awaited = self.runtime.last_awaited
         if awaited is not None and not awaited.done() and in_process_group():
-            raise RoleError(
-                f"{self.identity.title(method)} is called while an awaited call is in flight, and the workers share a "
-                "process group. Their collectives would meet in another order on each process. Await the other call "
-                "first."
-            )
+            if not awaited.is_given_up:
+                raise RoleError(
+                    f"{self.identity.title(method)} is called while an awaited call is in flight, and the workers "
+                    "share a process group. Their collectives would meet in another order on each process. Await the "
+                    "other call first."
+                )
+            awaited.wait()  # nobody else can
         call = self._divided(method, group, args, kwargs)
 
         def own_value() -> Any:
@@ -197,36 +202,30 @@ class SpmdPlacement:
         if method.role == DRIVER or group is None:
             return await asyncio.to_thread(self.submit(method, target, args, kwargs).result)
         call = self._divided(method, group, args, kwargs)
-        before, met = self.runtime.last_awaited, asyncio.get_running_loop().create_future()
-        self.runtime.last_awaited = met
+        before = self.runtime.last_awaited
+        meeting = self.runtime.last_awaited = Meeting(before)
+        own = Finished(lambda: None)
         try:
             call.is_awaited = True
-            own = Finished(lambda: None)
             if call.hosted is not None:
                 if in_process_group():
                     await _settled_before(before)
                 own = await self._own_coroutine(call, call.hosted, method, target)
         except asyncio.CancelledError:
             own = Finished.failed(CallCancelledError(f"{call.title} was cancelled on process {self.runtime.rank}"))
+            meeting.is_given_up = True
             raise
         finally:
-            meeting = asyncio.ensure_future(self._met(call, own, before, met))
-            meeting.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(meeting)
-
-    async def _met(
-        self, call: DividedCall, own: Finished, before: asyncio.Future[None] | None, met: asyncio.Future[None]
-    ) -> Any:
-        """The value of a call that is awaited, when the processes have met in it. Calls go on to be made meanwhile."""
-        try:
-            await _settled_before(before)
-            settled = await asyncio.to_thread(
-                FinishedCall, lambda: self._settled(call, lambda: own.result(None)), call.collect
+            meeting.begin(
+                self.runtime.meetings,
+                lambda: FinishedCall(lambda: self._settled(call, lambda: own.result(None)), call.collect),
             )
-            return settled.result(None)
-        finally:
-            if not met.done():
-                met.set_result(None)
+        try:
+            await meeting.over()
+        except asyncio.CancelledError:
+            meeting.is_given_up = True
+            raise
+        return meeting.outcome.result().result(None)
 
     async def _own_coroutine(
         self, call: DividedCall, hosted: HostedPlacement, method: RoleMethod[..., Any], target: Any
@@ -440,11 +439,11 @@ class OwedCall:
         return self.settle().wait_any(others)
 
 
-async def _settled_before(before: asyncio.Future[None] | None) -> None:
+async def _settled_before(before: Meeting | None) -> None:
     """Returns when the call before has been settled, and what was begun beside it has come to its first suspension."""
     await asyncio.sleep(0)
-    if before is not None and not before.done():
-        await asyncio.wait([before])
+    if before is not None:
+        await before.over()
 
 
 _COMPARED = 8  # calls of a method whose arguments are compared in full

@@ -17,7 +17,6 @@ is not of its group does not wait for it before it makes its part of the next.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import logging
@@ -26,6 +25,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from rayhelper.runtimes.announced import Announced
 from rayhelper.runtimes.debugging import Waiting
 from rayhelper.runtimes.driver import forked
 from rayhelper.runtimes.torchrun.exchange import Exchange, Watch, ready
+from rayhelper.runtimes.torchrun.meeting import Meeting
 from rayhelper.runtimes.torchrun.outcome import (
     Outcome,
     check_same_arguments,
@@ -92,7 +93,8 @@ class TorchrunRuntime:
         self.instances: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by address
         self.constructing: list[SpmdPlacement] = []
         self.owed: OwedCall | None = None  # the deferred call in which this process has not met the others yet
-        self.last_awaited: asyncio.Future[None] | None = None  # done when the last call that was awaited is settled
+        self.last_awaited: Meeting | None = None  # of the call that was awaited last
+        self.meetings = ThreadPoolExecutor(1, "meetings")  # each begins when the one before it is over
         self.ended: tuple[int, Exception] | None = None  # of a constructor that others left: how deep it is, and why
         self.thread: int | None = None  # in which calls are made; None: there was none yet
         self.watcher: Any = None  # of what calls come to, while ``prove`` compares runtimes
@@ -386,6 +388,9 @@ class TorchrunRuntime:
         if self.exchange.closed or os.getpid() != self.pid:  # a forked child has none of it
             return
         self.settle_owed()
+        if self.last_awaited is not None and self.last_awaited.is_given_up:
+            self.last_awaited.wait()
+        self.meetings.shutdown(wait=False)
         stop_at_breakpoints(self.stopped_before)
         if self.announced is not None:
             self.announced.close()

@@ -131,7 +131,10 @@ HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def check_model_on_cpu(
     model: str | Path, *, dtype: str = "float32", trust_remote_code: bool = False, key: str = "rollout_engine"
 ) -> None:
-    """Raises ConfigError for a model that vLLM loads on a CPU but cannot run, or not in this dtype; ``key`` chose it."""
+    """Raises ConfigError for a model that vLLM loads on a CPU but cannot run, or not in this dtype.
+
+    ``key``: of the configuration, which chose vLLM.
+    """
     from transformers import AutoConfig
 
     config: Any = None
@@ -141,14 +144,12 @@ def check_model_on_cpu(
         is_seen_whole = getattr(config, "use_bidirectional_attention", None) == "vision"  # Gemma 4
         if whole.model_type in WHOLE or is_seen_whole:
             raise ConfigError(
-                f"{key}: vllm cannot run {whole.model_type} on a CPU. Tokens of its pictures attend to the whole picture, but "
-                f"there vLLM uses only the tokens before them. Take {key}: hf, or a GPU."
+                f"{key}: vllm cannot run {whole.model_type} on a CPU. Tokens of its pictures attend to the whole "
+                f"picture, but there vLLM uses only the tokens before them. Take {key}: hf, or a GPU."
             )
     kind = getattr(config, "model_type", "")
     if kind in NOT_ON_CPU:
-        raise ConfigError(
-            f"{key}: vllm cannot run {kind} on a CPU: {NOT_ON_CPU[kind]}. Take {key}: hf, or a GPU."
-        )
+        raise ConfigError(f"{key}: vllm cannot run {kind} on a CPU: {NOT_ON_CPU[kind]}. Take {key}: hf, or a GPU.")
     if unknown := _head_sizes(config) - set(HEADS_ON_CPU):
         raise ConfigError(
             f"{key}: vllm cannot run {kind} on a CPU with attention heads of size {min(unknown)}: there vLLM "

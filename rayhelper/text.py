@@ -51,7 +51,7 @@ class Loader(_Rules, yaml.SafeLoader):
 
 
 class _QuickLoader(_Rules, Composer, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """The same with PyYAML's parser in C, where it was built with one: ten times as fast, and shows no lines.
+    """The same with PyYAML's parser in C, where it was built with one: five times as fast, and shows no lines.
 
     Nodes are composed in Python: in C a text of many brackets would overflow the stack.
     """

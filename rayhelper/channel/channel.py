@@ -168,7 +168,7 @@ class Channel:
         return self._terms.id
 
     def is_offered(self) -> bool:
-        """Whether the sender has begun a round that this process has not received: If True, ``receive`` need not wait.
+        """Whether the sender has begun a round that this process has not received. Then ``receive`` need not wait.
 
         For receivers with other work. Outside of the sender's process it is True only from the second round on: both
         sides first have to meet.

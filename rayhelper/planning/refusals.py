@@ -11,7 +11,6 @@ from typing import Any
 from rayhelper.planning.model_shape import Part
 from rayhelper.planning.role_kinds import GROUP
 
-Refusals = Callable[[str | None, str, Mapping[Any, Any]], list[str] | None]
 UNNAMED = "no trainer of the package takes the file"  # which may be one's own trainer's
 OF_THIS_MACHINE = re.compile(r"there is no (file|folder)|is not installed|no such file", re.IGNORECASE)
 
@@ -25,15 +24,11 @@ def refusals(trainer: str | None, config: str, values: Mapping[Any, Any]) -> tup
     ``refusals(trainer, file, values)`` beside that point: the lines, none where the trainer takes the file, and None
     for what is no configuration of its trainers. ``trainer`` None: the file says it, or any of them may take it.
     """
-    for point in entry_points(group=GROUP):
-        ask: Refusals | None = getattr(import_module(point.module), "refusals", None)
-        found = None if ask is None else ask(trainer, config, values)
-        if found is not None:
-            unsure = [line for line in found if line.startswith(UNNAMED)]
-            here = [line for line in found if OF_THIS_MACHINE.search(line) and line not in unsure]
-            sure = [line for line in found if line not in (*unsure, *here)]
-            return sure, [*(f"on this machine the trainer would not start: {line}" for line in here), *unsure]
-    return [], []
+    found: list[str] = _said_by_packages("refusals", trainer, config, values) or []
+    unsure = [line for line in found if line.startswith(UNNAMED)]
+    here = [line for line in found if OF_THIS_MACHINE.search(line) and line not in unsure]
+    sure = [line for line in found if line not in (*unsure, *here)]
+    return sure, [*(f"on this machine the trainer would not start: {line}" for line in here), *unsure]
 
 
 def chosen_engine(trainer: str | None, config: str, values: Mapping[Any, Any]) -> tuple[str, str] | None:
@@ -41,12 +36,8 @@ def chosen_engine(trainer: str | None, config: str, values: Mapping[Any, Any]) -
 
     The package of ``refusals`` says it, by a function ``engine_of(trainer, file, values)``.
     """
-    for point in entry_points(group=GROUP):
-        ask: Callable[..., tuple[str, str] | None] | None = getattr(import_module(point.module), "engine_of", None)
-        found = None if ask is None else ask(trainer, config, values)
-        if found is not None:
-            return found
-    return None
+    found: tuple[str, str] | None = _said_by_packages("engine_of", trainer, config, values)
+    return found
 
 
 def counted_parts(folder: str) -> Mapping[str, Part] | None:
@@ -54,10 +45,14 @@ def counted_parts(folder: str) -> Mapping[str, Part] | None:
 
     The package of ``refusals`` says it, by a function ``parts_of_model(folder)``, without reading weights.
     """
+    found = _said_by_packages("parts_of_model", folder)
+    return None if found is None else {name: Part(*part) for name, part in found.items()}
+
+
+def _said_by_packages(function: str, *given: Any) -> Any:
+    """What the first package with trainers returns that has such a function and knows an answer; None: none does."""
     for point in entry_points(group=GROUP):
-        ask: Callable[[str], Mapping[str, tuple[int, tuple[tuple[str, int, int], ...]]] | None] | None
-        ask = getattr(import_module(point.module), "parts_of_model", None)
-        found = None if ask is None else ask(folder)
-        if found is not None:
-            return {name: Part(*part) for name, part in found.items()}
+        ask: Callable[..., Any] | None = getattr(import_module(point.module), function, None)
+        if ask is not None and (found := ask(*given)) is not None:
+            return found
     return None

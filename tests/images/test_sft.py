@@ -75,12 +75,17 @@ def transformers_logps(module: Any, model: str, rows: list[dict[str, Any]] = ROW
         text = processor.tokenizer.apply_chat_template(parts, tokenize=False)
         images = [[image_of(value) for value in row["images"]]] if number else None
         batch = dict(processor(text=[text], images=images, return_tensors="pt"))
-        if "mm_token_type_ids" not in inspect.signature(module.forward).parameters:
-            batch.pop("mm_token_type_ids", None)
-        ids_T = batch["input_ids"][0]
-        logps_TV = module(**batch).logits[0].float().log_softmax(-1)
-        found.append(logps_TV[:-1].gather(1, ids_T[1:, None])[:, 0])
+        found.append(logps_of(module, batch))
     return found
+
+
+def logps_of(module: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """(T - 1,) log-probabilities that the module gives a processor's batch of one row."""
+    if "mm_token_type_ids" not in inspect.signature(module.forward).parameters:
+        batch.pop("mm_token_type_ids", None)
+    ids_T = batch["input_ids"][0]
+    logps_TV = module(**batch).logits[0].float().log_softmax(-1)
+    return logps_TV[:-1].gather(1, ids_T[1:, None])[:, 0]
 
 
 def parts_of(content: str) -> list[dict[str, str]]:

@@ -6,7 +6,6 @@ python -m tests.images.video_cases FOLDER       writes FOLDER/found.json
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import io
 import json
 import multiprocessing
@@ -42,7 +41,7 @@ from tests.e2e.runs import (
     reward_config,
     sft_config,
 )
-from tests.images.test_sft import our_gradients, turns, whole_of
+from tests.images.test_sft import logps_of, our_gradients, turns, whole_of
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.sharding import full
 from trainers.batch import Sequences
@@ -110,15 +109,7 @@ def batch_of(processor: Any, row: dict[str, Any], **options: Any) -> dict[str, A
 
 def transformers_logps(module: Any, model: str, rows: list[dict[str, Any]]) -> list[torch.Tensor]:
     processor = load_processor(model, videos={})
-    found = []
-    for row in rows:
-        batch = batch_of(processor, row)
-        if "mm_token_type_ids" not in inspect.signature(module.forward).parameters:
-            batch.pop("mm_token_type_ids", None)
-        ids_T = batch["input_ids"][0]
-        logps_TV = module(**batch).logits[0].float().log_softmax(-1)
-        found.append(logps_TV[:-1].gather(1, ids_T[1:, None])[:, 0])
-    return found
+    return [logps_of(module, batch_of(processor, row)) for row in rows]
 
 
 def transformers_gradients(model: str, rows: list[dict[str, Any]]) -> tuple[float, dict[str, torch.Tensor]]:

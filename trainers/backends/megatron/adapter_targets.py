@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayhelper import ConfigError
+from trainers.backends.fsdp.vision.parts import VISUAL
 from trainers.backends.megatron.tensors.sources import Source
 from trainers.backends.megatron.tensors.table import EMBEDDING, HEAD, block_sources
 
-PARTS = ("vit", "aligner")  # of a model that also sees: modules_to_save names both, or none
 FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "use_rslora", "modules_to_save")
 ROUTER = "mlp.gate.weight"  # what peft calls a router's weight, in target_parameters
 STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # what peft calls the experts of a layer
@@ -94,7 +94,7 @@ def whole_names(config: Any, settings: Mapping[str, Any]) -> set[str]:
         ConfigError: a module that is neither embedding nor head, or one whose weight both have.
     """
     known = {_last(name): name for name in (EMBEDDING, HEAD)}
-    wanted = [one for one in settings.get("modules_to_save") or () if one not in PARTS]
+    wanted = [one for one in settings.get("modules_to_save") or () if one not in VISUAL]
     for asked in wanted:
         if not any(_means(asked, name) for name in known.values()):
             raise ConfigError(

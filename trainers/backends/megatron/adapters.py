@@ -31,9 +31,9 @@ from torch.nn import Parameter
 
 from rayhelper import ConfigError
 from trainers.backends.fresh_weights import adapter_a
+from trainers.backends.fsdp.vision.parts import VISUAL
 from trainers.backends.megatron.adapter_pieces import Piece, Stack, expert_stacks
 from trainers.backends.megatron.adapter_targets import (
-    PARTS,
     chosen_targets,
     expert_names,
     is_router,
@@ -92,7 +92,7 @@ class MegatronAdapter:
         self.wholes = whole_names(config, self.settings)
         if value_head:  # which has no head of words, and in peft nothing of its name
             self.wholes -= {HEAD}
-        self._has_parts = set(PARTS) <= set(self.settings.get("modules_to_save") or ())
+        self._has_parts = set(VISUAL) <= set(self.settings.get("modules_to_save") or ())
         if self._has_parts:
             assert tower is not None, "who checks the configuration says that there is none"
             self.wholes |= tower.shapes.keys()
@@ -193,7 +193,7 @@ class MegatronAdapter:
             if fields.get("target_parameters"):  # beside which peft has no dropout, and here are routers alone
                 fields["lora_dropout"] = 0.0
             whole = ["score"] if self.value_head else []
-            whole += [one for one in self.settings.get("modules_to_save") or () if one not in PARTS]
+            whole += [one for one in self.settings.get("modules_to_save") or () if one not in VISUAL]
             whole += list(self._tower.modules) if self._has_parts and self._tower is not None else []
             LoraConfig(
                 **self.settings | fields | {"modules_to_save": whole or None},

@@ -19,7 +19,7 @@ from trainers.backends.fsdp.sharding import as_placed, full
 from trainers.backends.fsdp.tuners.adalora import Ranks
 from trainers.backends.fsdp.tuners.kinds import peft_config
 from trainers.backends.fsdp.tuners.quantized import dequantized, is_quantization_state, quantized_layers
-from trainers.backends.fsdp.vision.parts import Part, modules_of
+from trainers.backends.fsdp.vision.parts import VISUAL, Part, modules_of
 from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.data.images.processor import is_vision, language_class
 
@@ -29,7 +29,6 @@ ALL_LINEAR = "all-linear"
 TASKS = {"lm": "CAUSAL_LM", "value": "SEQ_CLS", "embedding": "FEATURE_EXTRACTION"}  # peft's, by the model's head
 # Beginnings of the names of what peft's layers hold; buffers that all layers of VeRA share, and the rank of AdaLoRA
 OF_LAYERS = ("lora_", "boft_", "fourierft_", "ia3_", "miss_", "vera_")
-VISUAL: tuple[Part, ...] = ("vit", "aligner")  # parts that modules_to_save may name
 OF_MODULES_TO_SAVE = ".modules_to_save."
 SHARED = re.compile(r"\.vera_[AB]\.")
 MANY_STEPS = 10**9  # where the length of a run is not known

@@ -18,6 +18,7 @@ from trainers.backends.fresh_weights import VALUE_HEAD
 from trainers.data.images.processor import seeing_part
 
 Part = Literal["vit", "aligner", "llm", "head"]  # head: of a sequence classifier; it always learns
+VISUAL: tuple[Part, ...] = ("vit", "aligner")  # that an adapter's modules_to_save may name
 MERGERS = ("merger", "merger_list", "deepstack_merger_list")  # parts of a tower
 
 

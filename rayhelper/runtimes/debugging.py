@@ -52,7 +52,7 @@ class Waiting:
         if known is None:
             return {"refused": f"this run has no {name}."}
         answer = ask({0: known[0]}, known[1], "debug", {0: question}, _RANK_S)
-        return answer.get(0, {"refused": f"{name} does not answer any more."})
+        return answer.get(0, {"refused": f"{name} does not answer any more.", "is_gone": True})
 
 
 def debug(choice: str | None, process: int | None) -> int:
@@ -124,7 +124,15 @@ class Debugger:
     def _talk(self) -> int:
         pause_s = _SHORTEST_S
         while True:
-            answer = self._ask()
+            try:
+                answer = self._ask()
+            except ConnectionError:
+                if not self.num_lines:
+                    raise
+                answer = {"refused": "", "is_gone": True}
+            if "is_gone" in answer and self.num_lines:  # pdb took the last line, and has not asked for another one
+                print(f"{self.unprinted}\n{self.name} has ended since", flush=True)
+                return 0
             if "refused" in answer:
                 print(f"error: {answer['refused']}", file=sys.stderr)
                 return 1

@@ -13,14 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from rayhelper import RayHelper
 from rayhelper.__main__ import main
+from rayhelper.authenticated.client import Client
 from rayhelper.runtimes.announced import Announced
-from rayhelper.runtimes.debugging import Waiting
+from rayhelper.runtimes.debugging import Debugger, Waiting
 from rayhelper.watch import breakpoints
 from rayhelper.watch.breakpoints import Breakpoints, paused_s
 from rayhelper.worker.side_door import Door
@@ -168,6 +169,38 @@ def test_a_rank_has_one_debugger_and_reads_each_line_once(here: Here) -> None:
     assert here.ask("two") == {"refused": "rank 1 of group 'crew' does not wait at a breakpoint."}
 
 
+class Ending:
+    """The connection to a run that ends after so many answers: it breaks, or the driver tells it."""
+
+    def __init__(self, num_answers: int, *, is_told: bool) -> None:
+        self.num_answers, self.is_told = num_answers, is_told
+
+    def ask(self, question: Any, timeout_s: float) -> Any:
+        self.num_answers -= 1
+        if self.num_answers >= 0:
+            return {"stop": 1, "text": "", "seen": 0, "asks": question[1][1]["line"] is None, "over": False}
+        if self.is_told:
+            return {"refused": "crew:1 does not answer any more.", "is_gone": True}
+        raise ConnectionError("the other side closed the connection")
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_program_that_ends_behind_its_last_breakpoint_is_no_mistake(
+    is_told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process may be gone before the debugger asks again. One that goes while it waits is a mistake."""
+    monkeypatch.setattr("builtins.input", lambda prompt: "c")
+    assert Debugger(cast(Client, Ending(2, is_told=is_told)), "crew:1").run() == 0
+    assert capsys.readouterr().out.endswith("crew:1 has ended since\n")
+    if is_told:
+        assert Debugger(cast(Client, Ending(0, is_told=True)), "crew:1").run() == 1
+        assert capsys.readouterr().err == "error: crew:1 does not answer any more.\n"
+    else:
+        for num_answers in (0, 1):  # not even the first; the line was not taken
+            with pytest.raises(ConnectionError):
+                Debugger(cast(Client, Ending(num_answers, is_told=False)), "crew:1").run()
+
+
 def test_threads_stop_one_after_the_other_and_a_breakpoint_of_pdb_stops_again(here: Here) -> None:
     first = Halving()
     until(here.asks)
@@ -291,7 +324,8 @@ def test_two_ranks_wait_under_torchrun_and_deadlines_with_them(tmp_path: Path, m
             until(lambda: len(listed()) == 2)
             assert debug("torchrun:0", typed="c\n").endswith("torchrun:0 goes on\n")
             last = debug("torchrun:1", typed="c\n")  # its process may have ended before the debugger asks again
-            assert last.endswith(("torchrun:1 goes on\n", "torchrun:1 does not answer any more.\n"))
+            assert last.startswith("0\n"), last
+            assert last.endswith(("torchrun:1 goes on\n", "torchrun:1 has ended since\n")), last
             said, _ = run.communicate(timeout=WITHIN_S)
         finally:
             run.terminate()

@@ -22,7 +22,10 @@ from tests.leaks import Snapshot, left_behind, own_temporary_folder
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("suite")
 
-LONGEST = ("ray_trainers", "megatron", "ray", "parts on ray", "parts under torchrun", "vllm")  # groups
+LONGEST = (
+    *("ray_trainers", "megatron", "ray", "parts on ray", "parts under torchrun", "vllm"),
+    "typing/test_types",  # or it would be the last of all, beside idle processes
+)  # groups
 MOST_SESSIONS = 5  # whose workers stay for the next tests; tests of parts have four layouts
 RaySession = Callable[[dict[str, Any]], contextlib.AbstractContextManager[None]]
 

@@ -23,7 +23,8 @@ from trainers.backends.fsdp.sharding import as_placed
 from trainers.backends.fsdp.tuners.adapters import own_weights, trained_names
 from trainers.backends.fsdp.tuners.quantized import compute_alike, loading_arguments, quantized_layers, written_whole
 from trainers.backends.fsdp.vision.classifier import classifier_class
-from trainers.data.images.processor import is_vision, language_class
+from trainers.backends.fsdp.vision.thinker import language_class
+from trainers.data.images.processor import is_vision
 
 ModelHead = Literal["lm", "value", "embedding"]
 STACK = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
@@ -62,7 +63,7 @@ def build_model(
         )
         if pad_token_id is not None:
             built.config.get_text_config().pad_token_id = pad_token_id
-        if VALUE_HEAD in found["missing_keys"]:
+        if {VALUE_HEAD, f"thinker.{VALUE_HEAD}"} & set(found["missing_keys"]):
             head_KH = built.score.weight.data
             std = built.config.get_text_config().initializer_range
             head_KH.copy_(value_head(head_KH.shape[1], std, seed, num_labels))

@@ -31,6 +31,7 @@ from trainers.data.rows import prompt_of
 from trainers.plugins import ENVIRONMENTS, GAMES, exits_are_errors, named
 from trainers.rollout import openenv
 from trainers.rollout.environments import Environment, Message, Opening, Reply, Rewritten, answered, resolve_environment
+from trainers.rollout.games import Env, MathEnv
 
 IMAGES = ("images", "videos", "audios")
 
@@ -68,24 +69,6 @@ class ChatCompletionResponseChoice:
     finish_reason: str | None
     logprobs: dict[str, list[dict[str, Any]]] | None = None
     token_ids: list[int] | None = None
-
-
-class Env:
-    """One game of ``gym_scheduler``, made of the ``env_config`` of a row; its methods are async."""
-
-    def __init__(self, env_config: Any) -> None:
-        self.env_config = env_config
-
-    async def reset(self, config: RolloutInferRequest) -> tuple[str, dict[str, Any], str]:
-        """The first observation, information, and the system message."""
-        raise NotImplementedError(f"{type(self).__name__} has no reset")
-
-    async def step(self, action: list[Message]) -> tuple[str, float, bool, dict[str, Any]]:
-        """The next observation, the reward, whether the game is over, and information."""
-        raise NotImplementedError(f"{type(self).__name__} has no step")
-
-    async def close(self) -> None:
-        """Nothing more is asked of the game."""
 
 
 class RolloutScheduler:
@@ -214,6 +197,8 @@ class GYMScheduler(MultiTurnScheduler):
         if name not in GAMES:
             raise ValueError(unknown_game(name))
         game: Env = GAMES[name](env_config)
+        if isinstance(game, MathEnv):
+            game.tokenizer = self.tokenizer
         return game
 
 

@@ -53,8 +53,8 @@ def ppo_policy_loss(
     """sum max(-A c, -A clip(c, 1 - cliprange, 1 + cliprange)) / normaliser with c = exp(logp - old), and diagnostics.
 
     logp - old is clipped to [-20, 20] (``tokens.held``). ``normaliser`` counts the loss tokens of the whole optimizer
-    step. ``entropy_BT`` is only reported. ``cliprange_high``: another range above 1. ``delta``: where A is
-    negative a term is at most -A delta (dual clip, arXiv 1912.09729, equation 5). Departures from TRL: TRL averages over each
+    step. ``entropy_BT`` is only reported. ``cliprange_high``: another range above 1. ``delta``: where A is negative a
+    term is at most -A delta (dual clip, arXiv 1912.09729, equation 5). Departures from TRL: TRL averages over each
     micro-batch, and then over micro-batches. Its approxkl, entropy and ratio also count padding.
 
     Raises: ValueError for shapes other than the mask's.

@@ -17,7 +17,13 @@ from trainers.backends.scores.inputs import seen_by
 from trainers.batch import Ragged, Rollouts
 from trainers.losses.tokens import token_logps
 from trainers.rollout.base import Sampling
+from trainers.rollout.hf.biases import for_transformers
 from trainers.rollout.hf.draws import TRUNCATIONS, Draws
+
+# Fields of GenerationConfig that read the tokens of a row as they stand, padding too: their prompts have one length
+READ_PADDING = (
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "min_length"),
+)
 
 
 class Batches:
@@ -76,7 +82,9 @@ class Batches:
     def _generation_config(self, sampling: Sampling, stops: list[int]) -> Any:
         from transformers import GenerationConfig
 
-        further = {name: value for name, value in sampling.generation_kwargs.items() if name not in TRUNCATIONS}
+        size = int(self.module.get_input_embeddings().weight.shape[0])
+        given = for_transformers(sampling.generation_kwargs, size)
+        further = {name: value for name, value in given.items() if name not in TRUNCATIONS}
         return GenerationConfig(
             **{
                 "max_new_tokens": sampling.max_completion_length,

@@ -123,7 +123,7 @@ class RolloutScheduler:
 
     async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> Any:
         """Never called: episodes.py plays the turns. A class with a ``run`` of its own is refused."""
-        raise NotImplementedError("run is not called: check_finished and step play the turns")
+        raise NotImplementedError("RayHelper does not call run: check_finished and step define the turns")
 
 
 class MultiTurnScheduler(RolloutScheduler):
@@ -325,12 +325,12 @@ class Scheduled:
         if not (inspect.isclass(self.kind) and issubclass(self.kind, RolloutScheduler)):
             bases = ", ".join(base.__name__ for base in getattr(self.kind, "__bases__", ()))
             raise ValueError(
-                f"multi_turn_scheduler {self.name!r} is {self.kind!r} ({bases}), and no class of MultiTurnScheduler, "
+                f"multi_turn_scheduler {self.name!r} is {self.kind!r} ({bases}), not a class of MultiTurnScheduler, "
                 "MathTipsScheduler or GYMScheduler. Write it as one of these."
             )
         if issubclass(self.kind, OpenEnvScheduler) and not openenv.is_installed():
             raise ValueError(
-                f"multi_turn_scheduler {self.name!r} plays on servers of OpenEnv, whose client is not installed. pip "
+                f"multi_turn_scheduler {self.name!r} uses servers of OpenEnv, whose client is not installed. pip "
                 "install openenv."
             )
         for method in ("run", "async_infer"):
@@ -462,15 +462,13 @@ class ScheduledEpisode:
         self.infos |= {**(infos or {}), "num_turns": self.num_turns}
         pictures = [name for name in IMAGES if self.infos.get(name)]
         if pictures:
-            raise ValueError(f"{self.name}: rollout_infos has {pictures[0]}; only models of texts are trained")
+            raise ValueError(f"{self.name}: rollout_infos has {pictures[0]}; only text models are trained")
         new = (infos or {}).get("total_reward")
         return None if new is None else float(new) - float(old or 0.0)
 
     def _refuse_images(self) -> None:
         if any(getattr(self.request, name, None) for name in IMAGES):
-            raise ValueError(
-                f"{self.name} put images, videos or audios into a request; only models of texts are trained"
-            )
+            raise ValueError(f"{self.name} put images, videos or audios into a request; only text models are trained")
 
     def _added(self, before: Sequence[Message]) -> list[Message]:
         """The messages that a step put behind the model's. Raises ValueError if it changed older ones."""

@@ -182,7 +182,7 @@ def _advantages(theirs: Theirs, ours: Ours, estimator: str) -> None:
     if estimator == "grpo":
         ours.say("scale_rewards", "group" if scales else "none", theirs, "algorithm.norm_adv_by_std_in_grpo")
         if scales:
-            ours.without["the floor of deviations"] = "rewards are divided by their deviation + 1e-4; theirs adds 1e-6"
+            ours.without["the floor of deviations"] = "rewards are divided by their deviation + 1e-4; verl adds 1e-6"
     ours.drop(theirs, ["algorithm.gamma", "algorithm.lam"], "GRPO discounts nothing")
     if theirs.take("algorithm.kl_penalty", "kl") not in ("kl", "k1"):
         ours.refuse("algorithm.kl_penalty", f"{theirs.take('algorithm.kl_penalty')} is not built; write kl")
@@ -238,7 +238,7 @@ def _loss(theirs: Theirs, ours: Ours) -> None:
     elif how not in AGGREGATIONS:
         ours.refuse(f"{ACTOR}.loss_agg_mode", f"{how} is not built (known: {', '.join(AGGREGATIONS)})")
     else:
-        note = "theirs is not divided by the number of sequences" if how == "seq-mean-token-sum-norm" else ""
+        note = "verl does not divide it by the number of sequences" if how == "seq-mean-token-sum-norm" else ""
         ours.say("loss_type", AGGREGATIONS[how], theirs, f"{ACTOR}.loss_agg_mode", note=note)
     if mode == "gspo":
         ours.say("importance_sampling_level", "sequence_token", theirs, f"{ACTOR}.policy_loss.loss_mode")
@@ -371,7 +371,7 @@ def _engine(theirs: Theirs, ours: Ours) -> None:
     if name not in ("vllm", "sglang", "trtllm", "hf"):
         ours.refuse(f"{ROLLOUT}.name", f"{name!r} is no engine that is known here (vllm, hf)")
         return
-    note = "" if name in ("vllm", "hf") else f"{name} is not built; vLLM completes instead"
+    note = "" if name in ("vllm", "hf") else f"{name} is not implemented; vLLM completes instead"
     if "data.video_key" in theirs and name != "hf":
         name, note = "hf", f"{name} takes no videos here. The policy completes prompts itself"
     ours.say("rollout_engine", "hf" if name == "hf" else "vllm", theirs, f"{ROLLOUT}.name", note=note)
@@ -468,7 +468,8 @@ def _megatron(theirs: Theirs, ours: Ours) -> None:
             ours.say(name, value, theirs, f"{MEGATRON}.{name}")
     if f"{MEGATRON}.sequence_parallel" in theirs:
         theirs.take(f"{MEGATRON}.sequence_parallel")
-        ours.without[f"{MEGATRON}.sequence_parallel"] = "theirs is not read: it is on with tensor parallelism, as here"
+        ours.without[f"{MEGATRON}.sequence_parallel"] = "verl does not read it: it is on with tensor parallelism, as "
+        "here"
     if (seed := theirs.take(f"{MEGATRON}.seed")) is not None:
         ours.say("seed", seed, theirs, f"{MEGATRON}.seed")
     fields = theirs.below(TRANSFORMER)
@@ -486,7 +487,7 @@ def _megatron(theirs: Theirs, ours: Ours) -> None:
         ours.say("gradient_checkpointing", True, theirs, checkpoints)
     for name in ("moe_token_dispatcher_type", "moe_grouped_gemm"):
         if fields.get(name) == "flex":
-            ours.without[f"{TRANSFORMER}{name}"] = "flex needs TransformerEngine and DeepEP; tokens go by alltoall"
+            ours.without[f"{TRANSFORMER}{name}"] = "flex needs TransformerEngine and DeepEP; alltoall sends the tokens"
             del fields[name]
         elif name in fields:
             ours.say(name, fields.pop(name), theirs, f"{TRANSFORMER}{name}")
@@ -585,7 +586,7 @@ def _placement(theirs: Theirs, ours: Ours) -> None:
     if is_vllm and tensor > 1:
         ours.say("vllm_tensor_parallel_size", tensor, theirs, f"{ROLLOUT}.tensor_model_parallel_size")
         ours.say("train", {"gpus": nodes * each}, theirs, "trainer.nnodes", "trainer.n_gpus_per_node")
-        note = "processes of its own on the devices of train: an engine lies on several workers"
+        note = "separate processes on the devices of train: an engine uses several workers"
         ours.add("rollout", {"gpus": nodes * each, "shares_devices_with": "train"}, note)
     else:
         ours.add("colocate_groups", [["train", "rollout"]], "policy and engine share their workers, as in verl")

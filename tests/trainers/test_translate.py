@@ -421,7 +421,7 @@ def test_device_mappings_of_roll(mapping: Any, ranks: list[int]) -> None:
 
 @pytest.mark.parametrize("mapping", ["__import__('os').getcwd()", "list(range(4", "range(4)", "${other}"])
 def test_a_device_mapping_that_is_none_is_refused(mapping: str) -> None:
-    with pytest.raises(ConfigError, match="is no list of ranks"):
+    with pytest.raises(ConfigError, match="is not a list of ranks"):
         ranks_of(mapping)
 
 

@@ -111,8 +111,8 @@ def _cap_scores(model: Any, asked: str | None) -> None:
         return
     if asked is not None:
         raise ConfigError(
-            f"model_init_kwargs: attn_implementation: sdpa drops the cap of {type(model).__name__}'s attention scores "
-            f"(attn_logit_softcapping {config.attn_logit_softcapping}). Take eager."
+            f"model_init_kwargs: attn_implementation: sdpa ignores the soft cap of {type(model).__name__}'s "
+            f"attention scores (attn_logit_softcapping {config.attn_logit_softcapping}). Take eager."
         )
     model.set_attn_implementation("eager")
 
@@ -218,7 +218,7 @@ def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"{folder} holds no model*.safetensors, so it is no checkpoint of a model")
+        raise FileNotFoundError(f"{folder} holds no model*.safetensors, so it is not a checkpoint of a model")
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  (it cannot be iterated)

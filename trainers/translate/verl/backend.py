@@ -58,7 +58,9 @@ def _megatron(theirs: Theirs, ours: Ours) -> None:
             ours.say(name, value, theirs, f"{MEGATRON}.{name}")
     if f"{MEGATRON}.sequence_parallel" in theirs:
         theirs.take(f"{MEGATRON}.sequence_parallel")
-        ours.without[f"{MEGATRON}.sequence_parallel"] = "verl does not read it: it is on with tensor parallelism"
+        ours.without[f"{MEGATRON}.sequence_parallel"] = (
+            f"{theirs.system} does not read it: it is on with tensor parallelism"
+        )
     if (seed := theirs.take(f"{MEGATRON}.seed")) is not None:
         ours.say("seed", seed, theirs, f"{MEGATRON}.seed")
     fields = theirs.below(TRANSFORMER)

@@ -109,6 +109,8 @@ def test_a_classifier_reads_its_numbers_off_the_thinkers_last_token(model: str) 
 
 def test_what_nothing_here_computes_of_such_a_model_is_refused(model: str) -> None:
     found = AutoConfig.from_pretrained(model)
+    with pytest.raises(ConfigError, match="vllm has not been compared with the trainer for gemma4"):
+        check_pictures(AutoConfig.for_model("gemma4"))
     with pytest.raises(ConfigError, match="vllm does not get the weights of qwen"):
         check_pictures(found)
     with pytest.raises(ConfigError, match="has no embeddings of texts here"):

@@ -71,6 +71,16 @@ def test_greedy_completions_are_those_of_transformers(name: str, found: dict[str
     assert found[f"logps {name}"] < MARGIN
 
 
+def test_gemma_4_gives_the_numbers_of_transformers_for_pictures(found: dict[str, Any]) -> None:
+    """Its processor needs torchvision. The audio tower is frozen with the vision tower."""
+    gaps = {name: found[f"gemma4 {name}"] for name in ("padded", "padding free", "checkpointed", "mixture")}
+    assert {name: value for name, value in gaps.items() if max(value) > MARGIN} == {}
+    ours, theirs = found["gemma4 completions"]
+    assert ours == theirs
+    assert found["gemma4 trained"] == []
+    assert found["gemma4 demoted"] == []
+
+
 def test_runs_of_grpo_and_ppo_learn_from_prompts_with_videos(found: dict[str, Any]) -> None:
     assert len(found["grpo"]) == 2
     assert found["grpo"][1] != 0

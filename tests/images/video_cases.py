@@ -41,6 +41,8 @@ from tests.e2e.runs import (
     reward_config,
     sft_config,
 )
+from tests.images import test_sft as pictures
+from tests.images.test_grpo import NEW_TOKENS, greedy_of_transformers, prompts
 from tests.images.test_sft import logps_of, our_gradients, turns, whole_of
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.sharding import full
@@ -312,6 +314,31 @@ def of_trainers(folder: Path) -> Iterator[tuple[str, Any]]:
         yield f"trainer {name}", losses
 
 
+def of_gemma4(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Pictures alone, by a model whose processor cannot be imported without torchvision."""
+    model = save_vision(folder / "gemma4", "gemma4")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    special = set(tokenizer.all_special_tokens)
+    theirs, batch = pictures.transformers_gradients(model), pictures.sequences_of(model)
+    for name, settings in (("padded", {}), ("padding free", {"padding_free": True}), ("checkpointed", CHECKPOINTED)):
+        yield f"gemma4 {name}", gap(pictures.our_gradients(model, batch, **settings), theirs)
+    mixture = save_vision(folder / "gemma4_moe", "gemma4_moe")
+    theirs, batch = pictures.transformers_gradients(mixture), pictures.sequences_of(mixture)
+    yield "gemma4 mixture", gap(pictures.our_gradients(mixture, batch), theirs)
+    backend = FsdpBackend(model, learning_rate=0.1, num_training_steps=1, vision={"frozen": ["vit"]})
+    trained = [name for name, weight in backend.module.named_parameters() if weight.requires_grad]
+    yield "gemma4 trained", [name for name in trained if "_tower" in name]
+    asked = prompts(model, folder)
+    engine = HfEngine(backend.module, tokenizer, vision=backend.vision)
+    found = engine.generate(asked, Sampling(max_completion_length=NEW_TOKENS, temperature=0.0), seed=0)
+    wanted = greedy_of_transformers(model)
+    ours = [[row.tolist() for row in rows] for rows in (asked.prompt_ids, found.completion_ids)]
+    yield "gemma4 completions", [ours, list(wanted)]
+    load_processor(model, tokenizer=tokenizer)
+    yield "gemma4 demoted", sorted(special - set(tokenizer.all_special_tokens))
+
+
+CHECKPOINTED = {"gradient_checkpointing": True}
 QUESTIONS: list[dict[str, Any]] = [
     {"prompt": [{"role": "user", "content": "<video>What moves?"}], "videos": [frames(0)], "images": []},
     {"prompt": [{"role": "user", "content": "No video"}], "videos": [], "images": []},
@@ -474,7 +501,7 @@ def wrong(model: str, folder: Path, row: dict[str, Any], **keys: Any) -> str:
     return ""
 
 
-CASES = (of_shards, of_megatron, of_losses, of_pairs, of_trainers, of_completions, of_files, of_rows)
+CASES = (of_shards, of_megatron, of_losses, of_pairs, of_trainers, of_completions, of_files, of_rows, of_gemma4)
 
 
 def main(folder: Path) -> None:

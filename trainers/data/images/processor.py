@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,6 +35,8 @@ from trainers.data.images.videos import Video
 VIDEOS, SOUNDS = "video_processor", "feature_extractor"
 # Of models that also hear; without sounds the other makes the same of texts and pictures
 IN_PLACE = {"Qwen2_5OmniProcessor": "Qwen2_5_VLProcessor", "Qwen3OmniMoeProcessor": "Qwen2_5_VLProcessor"}
+DEMOTING = ("Gemma4Processor",)  # whose making takes from its tokenizer that other tokens are special
+SOUND_TOKENS = ("audio_token", "audio_bos_token", "boa_token", "eoa_token")  # attributes of tokenizers
 MOST_KNOWN = 256  # texts with pictures whose tokens are remembered
 Expanded = tuple[str, list[dict[str, Any]]]
 
@@ -82,10 +85,13 @@ def load_processor(
     kind, fields, hears = _kind_of(model, trust_remote_code)
     if kind is None or "image_processor" not in kind.get_attributes():
         raise ValueError(f"transformers has no processor of images for the model {model!r}")
+    if tokenizer is not None and kind.__name__ in DEMOTING:
+        tokenizer = deepcopy(tokenizer)
     parts = {
         "image_processor": lambda: AutoImageProcessor.from_pretrained(model, **options, **(processing or {})),
         "tokenizer": lambda: AutoTokenizer.from_pretrained(model, **options) if tokenizer is None else tokenizer,
         VIDEOS: lambda: None if videos is None else AutoVideoProcessor.from_pretrained(model, **options, **videos),
+        SOUNDS: lambda: None,
     }
     if unknown := [name for name in kind.get_attributes() if name not in parts]:
         raise ValueError(f"the processor of {model!r} has {', '.join(unknown)}; only images and text are supported")
@@ -101,7 +107,7 @@ def load_processor(
     _check_taken("video_processor_kwargs", videos, getattr(processor, VIDEOS, None), model)
     processor.seen_token_ids = _seen_token_ids(processor)
     if hears:  # texts may hold none of the tokens of sounds either
-        marks = (getattr(processor.tokenizer, name, None) for name in ("audio_token", "audio_bos_token"))
+        marks = (getattr(processor.tokenizer, name, None) for name in SOUND_TOKENS)
         processor.sound_tokens = [mark for mark in marks if mark]
     if not getattr(processor, "image_token", None):
         raise ValueError(f"{kind.__name__} has no token that stands for a picture in a text")
@@ -168,9 +174,15 @@ def _kind_of(model: str, trust_remote_code: bool) -> tuple[Any, dict[str, Any], 
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    kind: Any = PROCESSOR_MAPPING.get(type(config), None)
-    fields, _ = _fields(kind, model) if kind is not None else ({}, None)
-    kind = _named(fields.get("processor_class")) or kind
+    try:
+        kind: Any = PROCESSOR_MAPPING.get(type(config), None)
+        fields, _ = _fields(kind, model) if kind is not None else ({}, None)
+        kind = _named(fields.get("processor_class")) or kind
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the processor of {model!r} ({config.model_type}) cannot be imported: {error} It needs torchvision. Run "
+            "pip install torchvision (the version for your torch)."
+        ) from error
     hears = SOUNDS in kind.get_attributes() if kind is not None else False
     return _named(IN_PLACE.get(getattr(kind, "__name__", ""))) or kind, fields, hears
 
@@ -190,11 +202,11 @@ def _named(name: str | None) -> Any:
 
 
 def _still(kind: Any) -> Any:
-    """The class of a processor that need not have a part for videos."""
+    """The class of a processor that need not have a part for videos, nor one for sounds."""
 
     class Still(kind):  # type: ignore[misc]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            if argument_name == VIDEOS and argument is None:
+            if argument_name in (VIDEOS, SOUNDS) and argument is None:
                 return type(None)
             return super().check_argument_for_proper_class(argument_name, argument)
 

@@ -434,6 +434,30 @@ def _gemma4_moe(folder: Path, **text: Any) -> tuple[Any, Any]:
     return config, tokenizer
 
 
+def _minicpmv4_6(folder: Path, **text: Any) -> tuple[Any, Any]:
+    from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
+
+    names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+    for kind in ("image", "slice", "image_id"):
+        names |= {f"{kind}_start_token": f"<{kind}>", f"{kind}_end_token": f"</{kind}>"}
+    tokenizer = _tokenizer([*names.values()], names["image_token"], names["video_token"], **names)
+    sizes = {"scale_resolution": 16, "patch_size": 2, "max_slice_nums": 4}
+    MiniCPMV4_6ImageProcessorPil(**sizes).save_pretrained(folder)
+    _video_config(folder, "MiniCPMV4_6", **sizes)
+    _processor_config(folder, "MiniCPMV4_6Processor")
+    vision = _siglip(patch_size=2, image_size=16, num_hidden_layers=3, insert_layer_id=1)
+    language = TEXT | DELTA | {"model_type": "qwen3_5_text", "vocab_size": len(tokenizer), "dtype": "float32"} | text
+    config = transformers.MiniCPMV4_6Config(
+        text_config=language,
+        vision_config=vision,
+        insert_layer_id=1,
+        image_size=16,
+        **_ids(tokenizer, image_token_id=names["image_token"], video_token_id=names["video_token"]),
+        tie_word_embeddings=False,
+    )
+    return config, tokenizer
+
+
 MODELS: dict[str, Callable[..., tuple[Any, Any]]] = {  # tested with pictures
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
@@ -458,6 +482,7 @@ FURTHER: dict[str, Callable[..., tuple[Any, Any]]] = {
     "qwen3_omni_moe": _qwen3_omni_moe,
     "gemma4": _gemma4,
     "gemma4_moe": _gemma4_moe,
+    "minicpmv4_6": _minicpmv4_6,
 }
 
 

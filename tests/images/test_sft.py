@@ -17,7 +17,7 @@ from benchmarks.tiny.vision import MODELS, picture, png, save_vision
 from tests.backends.batches import mean_loss
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Sequences
-from trainers.data.images.processor import ImageReader, load_processor, seeing_part
+from trainers.data.images.processor import ImageReader, load_processor, seeing_part, video_refusal
 from trainers.data.rows import pack, tokenize_sft
 
 MARGIN = 1e-5
@@ -178,6 +178,17 @@ def test_so_are_those_of_models_that_runs_are_not_tested_with(name: str, tmp_pat
     our_loss, ours = our_gradients(model, sequences_of(model), padding_free=True)
     assert our_loss == pytest.approx(loss, abs=MARGIN)
     assert_same(ours, theirs)
+
+
+def test_so_are_those_of_minicpm_v_whose_patches_stand_in_one_row(tmp_path: Path) -> None:
+    model = save_vision(tmp_path, "minicpmv4_6")
+    loss, theirs = transformers_gradients(model)
+    our_loss, ours = our_gradients(model, sequences_of(model))
+    assert our_loss == pytest.approx(loss, abs=MARGIN)
+    assert_same(ours, theirs)
+    blind = our_gradients(model, sequences_of(model, [{"messages": turns("?", "some"), "images": []}]))[1]
+    assert blind.keys() == ours.keys()
+    assert "not shown here" in str(video_refusal(model))
 
 
 @pytest.mark.parametrize("name", PACKS)

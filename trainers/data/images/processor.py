@@ -36,6 +36,7 @@ VIDEOS, SOUNDS = "video_processor", "feature_extractor"
 # Of models that also hear; without sounds the other makes the same of texts and pictures
 IN_PLACE = {"Qwen2_5OmniProcessor": "Qwen2_5_VLProcessor", "Qwen3OmniMoeProcessor": "Qwen2_5_VLProcessor"}
 DEMOTING = ("Gemma4Processor",)  # whose making takes from its tokenizer that other tokens are special
+ASKING = ("MiniCPMV4_6Processor",)  # which ask their part for videos what that for images says too
 SOUND_TOKENS = ("audio_token", "audio_bos_token", "boa_token", "eoa_token")  # attributes of tokenizers
 MOST_KNOWN = 256  # texts with pictures whose tokens are remembered
 Expanded = tuple[str, list[dict[str, Any]]]
@@ -96,12 +97,14 @@ def load_processor(
     if unknown := [name for name in kind.get_attributes() if name not in parts]:
         raise ValueError(f"the processor of {model!r} has {', '.join(unknown)}; only images and text are supported")
     try:
-        given: list[Any] = [parts[name]() for name in kind.get_attributes()]  # type: ignore[no-untyped-call]
+        made = {name: parts[name]() for name in kind.get_attributes()}  # type: ignore[no-untyped-call]
     except OSError as error:
         raise ValueError(f"the model {model!r} has no files of an image processor: {error}") from None
     try:
-        processor = _still(kind).from_args_and_dict(given, fields)
-    except AttributeError as error:  # MiniCPM-V's asks its part for videos, and puts pictures of rows into one tensor
+        if kind.__name__ in ASKING and made[VIDEOS] is None:
+            made[VIDEOS] = made["image_processor"]  # which nobody gives a video
+        processor = _still(kind).from_args_and_dict([*made.values()], fields)
+    except AttributeError as error:
         raise ValueError(f"{kind.__name__} of {model!r} cannot be without a part for videos: {error}") from None
     _check_taken("image_processor_kwargs", processing, processor.image_processor, model)
     _check_taken("video_processor_kwargs", videos, getattr(processor, VIDEOS, None), model)
@@ -120,6 +123,8 @@ def video_refusal(model: str, *, trust_remote_code: bool = False) -> str | None:
     if kind is None or VIDEOS not in kind.get_attributes():
         named = getattr(kind, "__name__", "the processor")
         return f"{named} of {model!r} has no part for videos. Take a model with videos, such as Qwen2.5-VL"
+    if kind.__name__ in ASKING:
+        return f"the videos of {model!r} are not shown here. Take a model such as Qwen2.5-VL"
     if hears:
         return f"the videos of {model!r}, which also hears, are not shown here. Take a model such as Qwen2.5-VL"
     if find_spec("torchvision") is None:
@@ -206,8 +211,8 @@ def _still(kind: Any) -> Any:
 
     class Still(kind):  # type: ignore[misc]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            if argument_name in (VIDEOS, SOUNDS) and argument is None:
-                return type(None)
+            if argument_name in (VIDEOS, SOUNDS) and (argument is None or kind.__name__ in ASKING):
+                return type(argument)
             return super().check_argument_for_proper_class(argument_name, argument)
 
     Still.__name__ = kind.__name__

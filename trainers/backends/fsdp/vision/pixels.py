@@ -28,7 +28,8 @@ from trainers.data.images.pictures import Medium, Pictures
 from trainers.data.images.processor import Processors, has_videos, is_vision, processed, token_of
 
 IMAGE, VIDEO = 1, 2  # kinds of tokens, as transformers marks them
-FRAMES = "pixel_values_videos"
+PIXELS, FRAMES = "pixel_values", "pixel_values_videos"
+IN_ONE_ROW = "target_sizes"  # where a model takes these, the patches of all pictures stand in one row (MiniCPM-V)
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 DUMMY_SIZE = 28  # pixels
 FILES = (  # of a processor; of those that a tokenizer writes too the run's own are kept
@@ -94,7 +95,11 @@ class Vision:
                 f"the videos of a micro-batch have {counts} frames. {type(self.module).__name__} takes one number of "
                 "frames together. Write per_device_train_batch_size: 1, or give all videos the same number of frames."
             )
-        return {name: joined([pixels[name] for pixels in found if name in pixels]) for name in names}
+        is_one_row = IN_ONE_ROW in names
+        return {
+            name: joined([pixels[name] for pixels in found if name in pixels], in_one_row=is_one_row and name == PIXELS)
+            for name in names
+        }
 
     def num_towers(self, images: Sequence[Pictures] | None) -> int:
         """How often a pass runs the tower at most: once for pictures, and once for videos."""
@@ -192,11 +197,15 @@ def documents_of(row: Pictures) -> tuple[tuple[Medium, ...], ...]:
     return tuple(documents)
 
 
-def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+def joined(rows: Sequence[torch.Tensor], *, in_one_row: bool = False) -> torch.Tensor:
     """The tensors of several rows along the first dimension; the others are padded with zeros to the largest.
+
+    ``in_one_row``: along the last one.
 
     That is what the processors of transformers make of several rows: see ``tests/images``.
     """
+    if in_one_row:
+        return torch.cat(list(rows), dim=-1)
     sizes = [max(size) for size in zip(*(row.shape[1:] for row in rows), strict=True)]
     padded = []
     for row in rows:

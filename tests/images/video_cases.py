@@ -181,9 +181,15 @@ def of_shards(folder: Path) -> Iterator[tuple[str, Any]]:
     """Two ranks, of which one has rows with pictures and videos, and the other has pictures alone, or none."""
     model = save_vision(folder / "sharded", "qwen3_vl")
     batch = sequences_of(model, ROWS)
+    thinker = save_vision(folder / "thinker", "qwen2_5_omni")
+    seen = pictures.sequences_of(thinker)
     ranks = forked(of_rank, model, batch, folder=folder)
+    of_thinker = forked(of_rank, thinker, seen, folder=folder / "thinker")
     theirs = transformers_gradients(model, ROWS)
     yield "sharded", gap((theirs[0], ranks[0]), theirs)
+    loss, gradients = pictures.transformers_gradients(thinker)
+    named = {f"thinker.{name}": gradient for name, gradient in gradients.items()}
+    yield "sharded thinker", gap((loss, of_thinker[0]), (loss, named))
 
 
 def of_rank(rank: int, model: str, batch: Sequences) -> dict[str, torch.Tensor]:

@@ -37,6 +37,7 @@ SEEING = (  # the first that matches the model's name: of benchmarks/tiny/vision
     (r"gemma-4.*A\d+B", "gemma4_moe"),
     (r"gemma-4", "gemma4"),
     (r"MiniCPM-V-4\.6", "minicpmv4_6"),
+    (r"Llama-4", "llama4"),
 )
 CONFIGURED = (  # the model_type in the config.json of the hub, and whether the code comes with the model
     (r"InternVL3", OWN_CODE, True),
@@ -50,7 +51,7 @@ CONFIGURED = (  # the model_type in the config.json of the hub, and whether the 
     (r"MOSS-VL", "moss_vl", True),
     (r"DeepSeek-OCR|deepseek-vl2", "deepseek_vl_v2", True),
     (r"gemma-4-12B", "gemma4_unified", False),
-    (r"Llama-4", "llama4", False),
+    (r"diffusiongemma", "diffusion_gemma", False),
     (r"HunyuanOCR", "hunyuan_vl", False),
 )
 ROWS = (  # columns of rows, by the names of data

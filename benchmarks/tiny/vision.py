@@ -458,6 +458,26 @@ def _minicpmv4_6(folder: Path, **text: Any) -> tuple[Any, Any]:
     return config, tokenizer
 
 
+def _llama4(folder: Path, **text: Any) -> tuple[Any, Any]:
+    """Its image processor needs torchvision; writing its file does not."""
+    tokens = ["<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>", "<|tile_x_separator|>"]
+    tokenizer = _tokenizer([*tokens, "<|tile_y_separator|>"], "<|image|>")
+    sizes = {"size": {"height": 16, "width": 16}, "max_patches": 4, "resize_to_max_canvas": False}
+    written = {"image_processor_type": "Llama4ImageProcessor", **sizes}
+    (folder / "preprocessor_config.json").write_text(json.dumps(written))
+    _processor_config(folder, "Llama4Processor", patch_size=4, pixel_shuffle_ratio=0.5)
+    vision = {"image_size": 16, "patch_size": 4, "intermediate_size": 64, "vision_output_dim": 24}
+    vision |= {"projector_input_dim": 24, "projector_output_dim": 24, "hidden_size": 16, "num_hidden_layers": 2}
+    experts = {"num_local_experts": 4, "intermediate_size_mlp": 48, "head_dim": 8, "no_rope_layer_interval": 2}
+    config = transformers.Llama4Config(
+        text_config=TEXT | {"vocab_size": len(tokenizer), "dtype": "float32"} | experts | text,
+        vision_config=vision | {"num_attention_heads": 2, "pixel_shuffle_ratio": 0.5},
+        **_ids(tokenizer, boi_token_index=tokens[0], eoi_token_index=tokens[1], image_token_index="<|patch|>"),
+        tie_word_embeddings=False,
+    )
+    return config, tokenizer
+
+
 MODELS: dict[str, Callable[..., tuple[Any, Any]]] = {  # tested with pictures
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
@@ -483,6 +503,7 @@ FURTHER: dict[str, Callable[..., tuple[Any, Any]]] = {
     "gemma4": _gemma4,
     "gemma4_moe": _gemma4_moe,
     "minicpmv4_6": _minicpmv4_6,
+    "llama4": _llama4,
 }
 
 

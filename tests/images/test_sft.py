@@ -89,7 +89,8 @@ def logps_of(module: Any, batch: dict[str, Any]) -> torch.Tensor:
 def taken_by(module: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """What the module takes of a processor's batch: some marks of pictures are of other models."""
     taken = inspect.signature(module.forward).parameters
-    return {name: value for name, value in batch.items() if name != "mm_token_type_ids" or name in taken}
+    full = {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in batch.items()}
+    return {name: value for name, value in full.items() if name != "mm_token_type_ids" or name in taken}
 
 
 def parts_of(content: str) -> list[dict[str, str]]:

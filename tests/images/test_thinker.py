@@ -25,8 +25,10 @@ from tests.images.test_sft import (
 )
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Ragged, Sequences
+from trainers.classification.config import ClassificationConfig
 from trainers.embedding.config import EmbeddingConfig
 from trainers.embedding.trainer import check_embedding
+from trainers.parts.model_checks import check_vision_model
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf.engine import HfEngine
 from trainers.rollout.vllm.vision.features import check_pictures
@@ -115,3 +117,5 @@ def test_what_nothing_here_computes_of_such_a_model_is_refused(model: str) -> No
         check_pictures(found)
     with pytest.raises(ConfigError, match="has no embeddings of texts here"):
         check_embedding(EmbeddingConfig(model=model, dataset=[{}]), found)
+    with pytest.raises(ConfigError, match=r"llama4.* has no linear head"):
+        check_vision_model(ClassificationConfig(model="m", dataset=[{}], num_labels=2), AutoConfig.for_model("llama4"))

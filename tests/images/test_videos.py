@@ -82,6 +82,11 @@ def test_gemma_4_gives_the_numbers_of_transformers_for_pictures(found: dict[str,
     assert found["gemma4 demoted"] == []
 
 
+def test_llama_4_gives_the_numbers_of_transformers_for_pictures(found: dict[str, Any]) -> None:
+    """Its processor needs torchvision."""
+    assert max(*found["llama4 by 8"], *found["llama4 by 1"]) < MARGIN
+
+
 def test_runs_of_grpo_and_ppo_learn_from_prompts_with_videos(found: dict[str, Any]) -> None:
     assert len(found["grpo"]) == 2
     assert found["grpo"][1] != 0

@@ -344,6 +344,14 @@ def of_gemma4(folder: Path) -> Iterator[tuple[str, Any]]:
     yield "gemma4 demoted", sorted(special - set(tokenizer.all_special_tokens))
 
 
+def of_llama4(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Pictures alone, of a model whose head is in a part of it."""
+    model = save_vision(folder / "llama4", "llama4")
+    theirs, batch = pictures.transformers_gradients(model), pictures.sequences_of(model)
+    for size in (8, 1):
+        yield f"llama4 by {size}", gap(pictures.our_gradients(model, batch, micro_batch_size=size), theirs)
+
+
 CHECKPOINTED = {"gradient_checkpointing": True}
 QUESTIONS: list[dict[str, Any]] = [
     {"prompt": [{"role": "user", "content": "<video>What moves?"}], "videos": [frames(0)], "images": []},
@@ -507,7 +515,18 @@ def wrong(model: str, folder: Path, row: dict[str, Any], **keys: Any) -> str:
     return ""
 
 
-CASES = (of_shards, of_megatron, of_losses, of_pairs, of_trainers, of_completions, of_files, of_rows, of_gemma4)
+CASES = (
+    of_shards,
+    of_megatron,
+    of_losses,
+    of_pairs,
+    of_trainers,
+    of_completions,
+    of_files,
+    of_rows,
+    of_gemma4,
+    of_llama4,
+)
 
 
 def main(folder: Path) -> None:

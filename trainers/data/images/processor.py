@@ -62,6 +62,14 @@ def is_speaking(configuration: Any) -> bool:
     return seeing_part(configuration) is not configuration and is_vision(configuration)
 
 
+def is_one_piece(configuration: Any) -> bool:
+    """Whether transformers has no class of a vision model without its head (Llama 4)."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING
+
+    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(configuration), None)
+    return kind is not None and MODEL_MAPPING.get(type(configuration), None) is kind
+
+
 def load_processor(
     model: str,
     *,
@@ -163,7 +171,9 @@ def has_videos(pictures: Sequence[Medium]) -> bool:
 def _seen_token_ids(processor: Any) -> list[int]:
     """The ids of all tokens that stand for parts of pictures or videos."""
     video = processor.video_token_ids if getattr(processor, "video_token", None) else []
-    return sorted({int(token) for token in (*processor.image_token_ids, *video) if token is not None})
+    patch = getattr(processor, "img_patch_token", None)  # of Llama 4, whose image token stands in front of them
+    patches = [] if patch is None else [processor.tokenizer.convert_tokens_to_ids(patch)]
+    return sorted({int(token) for token in (*processor.image_token_ids, *video, *patches) if token is not None})
 
 
 def _check_taken(key: str, given: Mapping[str, Any] | None, part: Any, model: str) -> None:

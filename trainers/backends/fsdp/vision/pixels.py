@@ -111,7 +111,7 @@ class Vision:
         from PIL import Image
 
         image = Image.new("RGB", (DUMMY_SIZE, DUMMY_SIZE), (127, 127, 127))
-        return _tensors(self.processor(text=[self.processor.image_token], images=[[image]], return_tensors="pt"))
+        return self._tensors(self.processor(text=[self.processor.image_token], images=[[image]], return_tensors="pt"))
 
     def joins(self, scorer: Any, *, trains: bool, shards: bool) -> None:
         """The tower runs in every pass that asks it to: in training, and with shards, which all ranks gather together.
@@ -184,11 +184,17 @@ class Vision:
     def _processed(self, row: tuple[Medium, ...]) -> Pixels:
         processor = self.processors.of(row)
         text = " ".join(token_of(processor, picture) for picture in row)
-        return _tensors(processed(processor, text, row, return_tensors="pt"))
+        return self._tensors(processed(processor, text, row, return_tensors="pt"))
+
+    def _tensors(self, found: Any) -> Pixels:
+        tensors = {name: value for name, value in found.items() if name not in OF_TEXT and torch.is_tensor(value)}
+        if self.module.dtype == torch.float32:  # Llama 4's processor gives bfloat16
+            tensors = {name: _in_full(value) for name, value in tensors.items()}
+        return tensors
 
 
-def _tensors(found: Any) -> Pixels:
-    return {name: value for name, value in found.items() if name not in OF_TEXT and torch.is_tensor(value)}
+def _in_full(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.dtype == torch.bfloat16 else value
 
 
 def documents_of(row: Pictures) -> tuple[tuple[Medium, ...], ...]:

@@ -36,7 +36,11 @@ UNLIKE = {  # kinds of which vLLM (0.32) and transformers (5.19) compute other n
     "paddleocr_vl": "between the learned positions of patches vLLM interpolates without aligning the corners, and "
     "transformers aligns them",
 }
-UNCOMPARED = ("gemma4", "minicpmv4_6")  # kinds of which nobody has compared vLLM's numbers with those of transformers
+UNCOMPARED = (
+    "gemma4",
+    "minicpmv4_6",
+    "llama4",
+)  # kinds of which nobody has compared vLLM's numbers with those of transformers
 CUT_ALONE = ("llava_onevision",)  # a picture beside others is not cut into parts by transformers
 Known = list[tuple[np.ndarray, Any]]  # of each picture: its tokens, and vLLM's feature
 

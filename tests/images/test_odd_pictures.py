@@ -188,7 +188,7 @@ def test_a_text_that_holds_a_token_of_pictures_is_a_broken_row(name: str, tmp_pa
     with without_runtime():
         with pytest.raises(ConfigError, match="1 of 3 rows are broken: row 1") as error:
             SFTTrainer(sft_config(model, tmp_path, **keys))
-        assert f"a text holds {told!r}, which stands for a part of a picture" in str(error.value)
+        assert f"a text holds {told!r}, which is reserved for a part of a picture" in str(error.value)
         kept = SFTTrainer(sft_config(model, tmp_path, **keys, skip_broken_rows=True))
         assert len(kept.sequences) == 2
         assert kept.sequences.images is not None

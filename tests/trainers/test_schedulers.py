@@ -319,7 +319,7 @@ def test_math_env_asks_again_until_the_answer_is_right_or_the_conversation_long(
 def test_a_scheduler_that_plays_the_turns_itself_and_an_unknown_game_are_refused(plugin: str) -> None:
     with pytest.raises(ValueError, match="multi_turn_scheduler 'whole': Whole has a run of its own"):
         environment_named("whole", max_turns=None)
-    with pytest.raises(ValueError, match="'open' plays on servers of OpenEnv, whose client is not installed"):
+    with pytest.raises(ValueError, match="'open' uses servers of OpenEnv, whose client is not installed"):
         environment_named("open", max_turns=None)
     with pytest.raises(
         ValueError, match=r"gym_env 'lake' is not in the registry envs \(known: game, math_env, replayed\)"

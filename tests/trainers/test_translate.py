@@ -363,7 +363,7 @@ def test_a_script_of_siirl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     meant |= {"model": "/home/someone/models/m", "generation_batch_size": 256, "shuffle_dataset": False}
     assert {key: found[key] for key in meant} == meant
     assert "policy_drift_coeff: it belongs to CPGD" in err
-    assert "sequence_parallel: theirs is not read" in err
+    assert "sequence_parallel: siirl does not read it" in err
     assert checked(out, tmp_path).gradient_checkpointing is True
 
 
@@ -421,7 +421,7 @@ def test_device_mappings_of_roll(mapping: Any, ranks: list[int]) -> None:
 
 @pytest.mark.parametrize("mapping", ["__import__('os').getcwd()", "list(range(4", "range(4)", "${other}"])
 def test_a_device_mapping_that_is_none_is_refused(mapping: str) -> None:
-    with pytest.raises(ConfigError, match="is no list of ranks"):
+    with pytest.raises(ConfigError, match="is not a list of ranks"):
         ranks_of(mapping)
 
 

@@ -169,7 +169,7 @@ class GRPOTrainer:
             return without_long(self.config, rows, self.tokenizer, self.images)
         if is_text or "tools" in rows.column_names:
             raise ConfigError(
-                "tools are shown by the chat template: prompts must be conversations, without own 'tools'"
+                "the chat template writes the tools: prompts must be conversations without their own 'tools'"
             )
         shown = json.dumps(schemas(resolve_tools(self.config.tools)))
         return without_long(self.config, rows.add_column("tools", [shown] * len(rows)), self.tokenizer, self.images)

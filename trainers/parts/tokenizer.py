@@ -46,7 +46,7 @@ def load_tokenizer(config: RunConfig, model: str) -> Any:
     if tokenizer.eos_token_id is None and not (
         getattr(config, "ENCODES", False) and tokenizer.pad_token_id is not None
     ):
-        raise ConfigError(f"the tokenizer of {name!r} has no eos_token, so that no sequence could end. Set one.")
+        raise ConfigError(f"the tokenizer of {name!r} has no eos_token, so no sequence could end. Set one.")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config.chat_template is not None:

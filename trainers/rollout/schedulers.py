@@ -107,7 +107,7 @@ class RolloutScheduler:
 
     async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> Any:
         """Never called: episodes.py plays the turns. A class with a ``run`` of its own is refused."""
-        raise NotImplementedError("run is not called: check_finished and step play the turns")
+        raise NotImplementedError("RayHelper does not call run: check_finished and step define the turns")
 
 
 class MultiTurnScheduler(RolloutScheduler):
@@ -311,12 +311,12 @@ class Scheduled:
         if not (inspect.isclass(self.kind) and issubclass(self.kind, RolloutScheduler)):
             bases = ", ".join(base.__name__ for base in getattr(self.kind, "__bases__", ()))
             raise ValueError(
-                f"multi_turn_scheduler {self.name!r} is {self.kind!r} ({bases}), and no class of MultiTurnScheduler, "
+                f"multi_turn_scheduler {self.name!r} is {self.kind!r} ({bases}), not a class of MultiTurnScheduler, "
                 "MathTipsScheduler or GYMScheduler. Write it as one of these."
             )
         if issubclass(self.kind, OpenEnvScheduler) and not openenv.is_installed():
             raise ValueError(
-                f"multi_turn_scheduler {self.name!r} plays on servers of OpenEnv, whose client is not installed. pip "
+                f"multi_turn_scheduler {self.name!r} uses servers of OpenEnv, whose client is not installed. pip "
                 "install openenv."
             )
         for method in ("run", "async_infer"):

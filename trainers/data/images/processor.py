@@ -121,7 +121,7 @@ def load_processor(
         marks = (getattr(processor.tokenizer, name, None) for name in SOUND_TOKENS)
         processor.sound_tokens = [mark for mark in marks if mark]
     if not getattr(processor, "image_token", None):
-        raise ValueError(f"{kind.__name__} has no token that stands for a picture in a text")
+        raise ValueError(f"{kind.__name__} has no token for a picture in a text")
     return processor
 
 
@@ -134,7 +134,7 @@ def video_refusal(model: str, *, trust_remote_code: bool = False) -> str | None:
     if kind.__name__ in ASKING:
         return f"the videos of {model!r} are not shown here. Take a model such as Qwen2.5-VL"
     if hears:
-        return f"the videos of {model!r}, which also hears, are not shown here. Take a model such as Qwen2.5-VL"
+        return f"videos of {model!r} are not supported, as it is also an audio model. Use a model such as Qwen2.5-VL"
     if find_spec("torchvision") is None:
         return (
             "transformers processes videos with torchvision, which is not installed. Run pip install torchvision (the "

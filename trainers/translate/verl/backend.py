@@ -58,7 +58,9 @@ def _megatron(theirs: Theirs, ours: Ours) -> None:
             ours.say(name, value, theirs, f"{MEGATRON}.{name}")
     if f"{MEGATRON}.sequence_parallel" in theirs:
         theirs.take(f"{MEGATRON}.sequence_parallel")
-        ours.without[f"{MEGATRON}.sequence_parallel"] = "theirs is not read: it is on with tensor parallelism, as here"
+        ours.without[f"{MEGATRON}.sequence_parallel"] = (
+            f"{theirs.system} does not read it: it is on with tensor parallelism"
+        )
     if (seed := theirs.take(f"{MEGATRON}.seed")) is not None:
         ours.say("seed", seed, theirs, f"{MEGATRON}.seed")
     fields = theirs.below(TRANSFORMER)
@@ -76,7 +78,7 @@ def _megatron(theirs: Theirs, ours: Ours) -> None:
         ours.say("gradient_checkpointing", True, theirs, checkpoints)
     for name in ("moe_token_dispatcher_type", "moe_grouped_gemm"):
         if fields.get(name) == "flex":
-            ours.without[f"{TRANSFORMER}{name}"] = "flex needs TransformerEngine and DeepEP; tokens go by alltoall"
+            ours.without[f"{TRANSFORMER}{name}"] = "flex needs TransformerEngine and DeepEP; alltoall sends the tokens"
             del fields[name]
         elif name in fields:
             ours.say(name, fields.pop(name), theirs, f"{TRANSFORMER}{name}")

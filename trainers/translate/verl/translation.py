@@ -133,7 +133,7 @@ def _placement(theirs: Theirs, ours: Ours) -> None:
     if is_vllm and tensor > 1:
         ours.say("vllm_tensor_parallel_size", tensor, theirs, f"{ROLLOUT}.tensor_model_parallel_size")
         ours.say("train", {"gpus": nodes * each}, theirs, "trainer.nnodes", "trainer.n_gpus_per_node")
-        note = "processes of its own on the devices of train: an engine lies on several workers"
+        note = "separate processes on the devices of train: an engine uses several workers"
         ours.add("rollout", {"gpus": nodes * each, "shares_devices_with": "train"}, note)
     else:
         ours.add("colocate_groups", [["train", "rollout"]], "policy and engine share their workers, as in verl")

@@ -68,7 +68,9 @@ def modules_of(module: Any, of: Iterable[Part]) -> list[str]:
             found.append(name)
             left -= inside
     if left:
-        raise ValueError(f"{sorted(left)[0]} of the {' and '.join(sorted(kept))} is in no module of theirs alone")
+        raise ValueError(
+            f"{sorted(left)[0]} of the {' and '.join(sorted(kept))} is in a module that also holds other parts"
+        )
     return found
 
 

@@ -92,8 +92,9 @@ class Vision:
         if len(shapes := {pixels[FRAMES].shape[1:] for pixels in found if FRAMES in pixels}) > 1:
             counts = ", ".join(sorted(str(shape[0]) for shape in shapes))
             raise ConfigError(
-                f"the videos of a micro-batch have {counts} frames. {type(self.module).__name__} takes one number of "
-                "frames together. Write per_device_train_batch_size: 1, or give all videos the same number of frames."
+                f"the videos of a micro-batch have {counts} frames. {type(self.module).__name__} needs the same "
+                "number of frames in all of them. Write per_device_train_batch_size: 1, or give all videos the same "
+                "number of frames."
             )
         is_one_row = IN_ONE_ROW in names
         return {

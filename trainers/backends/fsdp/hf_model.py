@@ -24,6 +24,7 @@ from trainers.backends.fsdp.sharding import as_placed
 from trainers.backends.fsdp.tuners.adapters import own_weights, trained_names
 from trainers.backends.fsdp.tuners.quantized import compute_alike, loading_arguments, quantized_layers, written_whole
 from trainers.backends.fsdp.vision.classifier import classifier_class
+from trainers.backends.fsdp.vision.headless import attach_headless
 from trainers.backends.fsdp.vision.thinker import language_class
 from trainers.data.images.processor import is_vision
 
@@ -78,6 +79,7 @@ def build_model(
         built = AutoModel.from_pretrained(model, **settings)
     else:
         built = language_class(configuration).from_pretrained(model, **settings)
+        attach_headless(built)
     if quantization:  # it is on its device, and cannot be moved
         compute_alike(built)
     else:

@@ -24,7 +24,7 @@ from trainers.backends.fsdp.hf_model import build_model
 from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.data.images.conversations import picture_mistake, placed
 from trainers.data.images.processor import ImageReader, load_processor
-from trainers.data.rows import tokenize_prompts
+from trainers.data.rows import tokenize_prompts, tokenize_sft
 from trainers.data.sources import read_files, read_source
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.sft.trainer import SFTTrainer
@@ -161,6 +161,41 @@ def test_what_is_no_picture_is_told_with_its_row_or_left_out() -> None:
         (b"", "it is no picture"),
     ):
         assert told in str(picture_mistake({"messages": turns("<image>?", "a"), "images": [value]}))
+
+
+@pytest.mark.parametrize("content", ["<image> seen", [{"type": "image"}, {"type": "text", "text": " seen"}]])
+def test_what_a_tool_answers_may_have_pictures(content: Any, tmp_path: Path) -> None:
+    """It was text, and the picture of the row was lost."""
+    model = save_vision(tmp_path / "model")
+    asked = {"role": "user", "content": "look"}
+    rows = [{"messages": [asked, {"role": role, "content": content}, turns("", "a")[1]]} for role in ("tool", "user")]
+    keys: dict[str, Any] = {"eval_dataset": None, "max_length": None}
+    with without_runtime():
+        tool, user = (
+            SFTTrainer(sft_config(model, tmp_path, dataset=[row | {"images": [png(0)]}], **keys)).sequences
+            for row in rows
+        )
+    assert tool.images == user.images
+    assert (tool.input_ids.values > 260).sum() == (user.input_ids.values > 260).sum() >= 12
+
+
+def test_a_completion_with_a_picture_is_a_broken_row_and_those_in_answers_are_not_learned(tmp_path: Path) -> None:
+    model = save_vision(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = tokenizer.chat_template.replace("part['text']", "part['text'] or '<|image_pad|>'", 1)
+    reader = ImageReader(tokenizer, model)
+    row = {"prompt": turns("?", "")[:1], "completion": turns("", "an <image>")[1:], "images": [png(0)]}
+    told = reader.mistake(row)
+    assert told is not None
+    assert "completion has an image: only the prompt may have images. Write messages, of which" in told[1]
+    rows = read_source([{"messages": turns("?", "an <image>!"), "images": [png(0)]}])
+    for keys, learns in (({}, True), ({"assistant_only_loss": True}, False)):
+        found = tokenize_sft(rows, tokenizer, max_length=None, images=reader, **keys)
+        learned = found.input_ids.values[found.target_mask.values]
+        assert (reader.num_image_tokens(learned) == 12) == learns
+        assert (
+            tokenizer.decode(learned).replace("<|image_pad|>", "").endswith("an !<|im_end|>\n"[: -1 if keys else None])
+        )
 
 
 LIKE: dict[str, tuple[str, dict[str, Any], str]] = {

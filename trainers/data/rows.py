@@ -229,7 +229,8 @@ def tokenize_sft(
     tokens, and those left without a target are dropped, with one line in the log. The first token is no target.
     ``loss_scale`` chooses among the tokens that would be learned, and weighs them: see ``loss_scale.py``.
     ``pack`` with ``bfd_split`` or ``wrapped`` wants ``max_length=None``. ``images``: of a model that sees pictures; a
-    row whose pictures would be cut raises ValueError.
+    row whose pictures would be cut raises ValueError. Where answers are chosen, the tokens of their pictures are no
+    targets, as in ms-swift.
 
     Departures from TRL: it keeps rows without a target when it packs, and refuses rows without an assistant's turn.
     """
@@ -253,6 +254,8 @@ def tokenize_sft(
                 row_ids, row_weights = _SFTEncoder(own, *told)(row)
                 if images is not None and longest is None:
                     images.check_cut(row_ids, row_ids[cut], f"max_length {max_length}")
+                if images is not None and pictures and (assistant_only_loss or loss_scale is not None):
+                    row_weights = images.unlearned(row_ids, row_weights)
             except Exception as error:
                 error.add_note(f"while tokenizing row {index} of the dataset")
                 raise

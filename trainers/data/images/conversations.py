@@ -36,7 +36,7 @@ MARK = MARKS["image"]
 RARE_SIDE, RARE_RATIO = 32, 20  # pixels; long to short side
 TYPES: dict[str, Kind] = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}  # of parts
 A: dict[Kind, str] = {"image": "an image", "video": "a video"}
-IN_PARTS = ("system", "user", "assistant")  # roles whose contents become lists of parts
+IN_PARTS = ("system", "user", "assistant")  # roles whose contents always become lists of parts
 
 
 def placed(
@@ -78,13 +78,16 @@ def placed(
             first[place]["content"] = MARKS[kind] * missing + (first[place].get("content") or "")
         elif missing:
             raise ValueError(f"the row has {count} {kind}s and {count - missing} places for them")
-    for name in ("chosen", "rejected"):
+    for name in ANSWERS:
         for kind in {kind for message in turns.get(name, ()) for kind in kinds_in(message, marks=kinds)}:
-            raise ValueError(f"{name} has {A[kind]}: only the prompt of a pair may have {kind}s")
+            further = ". Write messages, of which every turn may have some" if name == "completion" else ""
+            raise ValueError(f"{name} has {A[kind]}: only the prompt may have {kind}s{further}")
     rest, found = {kind: iter(column) for kind, column in columns.items()}, []
     for name in spoken:
         for message in turns[name]:
-            if message.get("role") in IN_PARTS and message.get("content") is not None:
+            if message.get("content") is None:
+                continue
+            if message.get("role") in IN_PARTS or kinds_in(message, marks=kinds):
                 parts = as_parts(message["content"], marks=kinds)
                 message["content"], own = _with_places(parts, rest, max_pixels=max_pixels, urls=urls)
                 found += own

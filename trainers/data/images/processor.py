@@ -323,7 +323,14 @@ class ImageReader:
 
     def num_image_tokens(self, ids: Sequence[int]) -> int:
         """How many of the ids stand for parts of pictures and videos."""
-        return int(np.isin(np.asarray(ids, np.int64), self.processor.seen_token_ids).sum())
+        return int(self._are_seen(ids).sum())
+
+    def unlearned(self, ids: Sequence[int], weights: Sequence[float]) -> list[float]:
+        """The weights with 0 for tokens that stand for parts of pictures and videos."""
+        return [0.0 if seen else weight for weight, seen in zip(weights, self._are_seen(ids), strict=True)]
+
+    def _are_seen(self, ids: Sequence[int]) -> np.ndarray:
+        return np.isin(np.asarray(ids, np.int64), self.processor.seen_token_ids)
 
     def check_cut(self, ids: Sequence[int], kept: Sequence[int], limit: str) -> None:
         """Raises ValueError if ``kept`` lacks tokens of pictures that ``ids`` has; ``limit`` says what cut them off."""

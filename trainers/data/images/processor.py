@@ -36,6 +36,8 @@ VIDEOS, SOUNDS = "video_processor", "feature_extractor"
 IN_PLACE = {"Qwen2_5OmniProcessor": "Qwen2_5_VLProcessor", "Qwen3OmniMoeProcessor": "Qwen2_5_VLProcessor"}
 MOST_KNOWN = 256  # texts with pictures whose tokens are remembered
 Expanded = tuple[str, list[dict[str, Any]]]
+# Arguments of which the tower needs one value; of ``size`` only height and width, which all pictures then have
+OF_TOWER = ("patch_size", "merge_size", "temporal_patch_size", "max_image_size", "crop_size", "size")
 
 
 def seeing_part(configuration: Any) -> Any:
@@ -97,8 +99,14 @@ def load_processor(
         processor = _still(kind).from_args_and_dict(given, fields)
     except AttributeError as error:  # MiniCPM-V's asks its part for videos, and puts pictures of rows into one tensor
         raise ValueError(f"{kind.__name__} of {model!r} cannot be without a part for videos: {error}") from None
-    _check_taken("image_processor_kwargs", processing, processor.image_processor, model)
-    _check_taken("video_processor_kwargs", videos, getattr(processor, VIDEOS, None), model)
+    given_to: list[tuple[str, Any, Any, Any]] = [
+        ("image_processor_kwargs", processing, processor.image_processor, AutoImageProcessor),
+        ("video_processor_kwargs", videos, getattr(processor, VIDEOS, None), AutoVideoProcessor),
+    ]
+    for key, arguments, part, of_model in given_to:
+        _check_taken(key, arguments, part, model)
+        if set(OF_TOWER) & set(arguments or {}):
+            _check_fits(key, arguments or {}, of_model.from_pretrained(model, **options), model)
     processor.seen_token_ids = _seen_token_ids(processor)
     if hears:  # texts may hold none of the tokens of sounds either
         marks = (getattr(processor.tokenizer, name, None) for name in ("audio_token", "audio_bos_token"))
@@ -160,6 +168,26 @@ def _check_taken(key: str, given: Mapping[str, Any] | None, part: Any, model: st
     if takes is not None and (odd := sorted(set(given or {}) - set(takes.__annotations__))):
         known = ", ".join(sorted(takes.__annotations__))
         raise ValueError(f"{key}: {', '.join(odd)} is no argument of {model!r} (known: {known})")
+
+
+def _check_fits(key: str, given: Mapping[str, Any], own: Any, model: str) -> None:
+    """Raises ValueError for an argument that cuts pictures otherwise than the vision tower was built for."""
+    for name in OF_TOWER:
+        wanted = getattr(own, name, None)
+        sizes = _sides(wanted)
+        if name not in given or sizes is None or (name == "size" and "height" not in sizes):
+            continue
+        value = given[name]
+        if isinstance(value, int) and isinstance(sizes, dict) and set(sizes) == {"height", "width"}:
+            value = {"height": value, "width": value}
+        if value != sizes:
+            raise ValueError(f"{key}: {name} is {value}, and the vision tower of {model!r} needs {sizes}. Remove it")
+
+
+def _sides(size: Any) -> Any:
+    """A size as a number, or as a dictionary of the sides that it has."""
+    is_number = size is None or isinstance(size, int)
+    return size if is_number else {side: length for side, length in dict(size).items() if length is not None}
 
 
 def _kind_of(model: str, trust_remote_code: bool) -> tuple[Any, dict[str, Any], bool]:

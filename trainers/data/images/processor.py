@@ -399,11 +399,23 @@ class Processors:
         return self._loaded[seen]
 
 
-def seen_too(mistake_of: Callable[..., Any], images: ImageReader | None) -> Callable[[Mapping[str, Any]], Any]:
-    """``mistake_of`` (``broken_rows.py``) for rows whose pictures the model sees: what is wrong with them too."""
+def seen_too(
+    mistake_of: Callable[..., Any],
+    images: ImageReader | None,
+    read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda row: row,
+) -> Callable[[Mapping[str, Any]], Any]:
+    """``mistake_of`` (``broken_rows.py``) for rows whose pictures the model sees: what is wrong with them too.
+
+    ``read``: the row as it is seen.
+    """
     if images is None:
         return mistake_of
-    return lambda row: mistake_of(row, seen=tuple(TYPES)) or images.mistake(row)
+
+    def mistake(row: Mapping[str, Any]) -> Any:
+        row = read(row)
+        return mistake_of(row, seen=tuple(TYPES)) or images.mistake(row)
+
+    return mistake
 
 
 class SeeingTokenizer:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from PIL import Image
 from transformers import AutoConfig, AutoTokenizer, MiniCPMV4_6Config
 from transformers.image_utils import load_image
@@ -22,9 +23,9 @@ from tests.golden.tiny import tiny_tokenizer
 from tests.images.test_sft import turns
 from trainers.backends.fsdp.hf_model import build_model
 from trainers.backends.fsdp.vision.pixels import Vision
-from trainers.data.images.conversations import picture_mistake, placed
+from trainers.data.images.conversations import encoded, picture_mistake, placed
 from trainers.data.images.processor import ImageReader, load_processor
-from trainers.data.rows import tokenize_prompts, tokenize_sft
+from trainers.data.rows import load_rows, tokenize_prompts, tokenize_sft
 from trainers.data.sources import read_files, read_source
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.sft.trainer import SFTTrainer
@@ -148,6 +149,23 @@ def test_rows_in_memory_may_hold_pictures_of_any_kinds(
         for row in read_source([*frames, {"messages": turns("<video>?", "a"), "videos": "0.mp4"}]).select([0, 1]):
             ((video,),) = [placed(row)[1]]
             assert [one.image().tobytes() for one in video.source] == [picture(0).tobytes()] * 2
+
+
+def test_files_whose_pictures_have_other_types_are_joined(tmp_path: Path) -> None:
+    messages, decoded = turns("<image>?", "a"), picture(0).tobytes()
+    (tmp_path / "0.png").write_bytes(png(0))
+    paths, single, blind, tables = (tmp_path / f"{name}" for name in ("a.jsonl", "b.jsonl", "c.jsonl", "d.parquet"))
+    for file, images in ((paths, ["0.png"]), (single, "0.png"), (blind, [])):
+        file.write_text(json.dumps({"messages": messages if images else turns("?", "a"), "images": images}) + "\n")
+    Dataset.from_list([{"messages": messages, "images": [picture(0)]}]).to_parquet(tables)
+    for files in ([paths, tables], [tables, paths], [blind, single, tables, paths]):
+        found = [placed(row)[1] for row in encoded(read_source(files))]
+        assert [one.image().tobytes() for pictures in found for one in pictures] == [decoded] * (
+            len(files) - (blind in files)
+        )
+    renamed = read_source(tables).rename_column("images", "pictures")
+    with pytest.raises(ValueError, match="1 of 1 rows have images, which this run cannot read"):
+        load_rows(renamed, columns={"pictures": "images"})
 
 
 def test_what_is_no_picture_is_told_with_its_row_or_left_out() -> None:

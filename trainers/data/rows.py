@@ -80,11 +80,11 @@ def load_rows(
         raise ValueError(f"dataset {shown(source)} is empty (split {split!r}): it has no rows")
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
-    rows = encoded(rows)
+    rows = encoded(_renamed(rows, columns or {}))
     check_seen(rows, MEDIA[len(COLUMNS) :] if images else MEDIA)
     if no_videos is not None:
         check_seen(rows, OF_KINDS["video"], no_videos)
-    rows = _sharegpt_converted(_renamed(rows, columns or {}))
+    rows = _sharegpt_converted(rows)
     if prompt_template is None and (not columns or {"query", "response"} & set(columns.values())):
         rows = in_our_columns(rows)  # other columns say themselves what they are
     rows = with_names(rows, names or {})

@@ -20,7 +20,7 @@ import numpy as np
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.data.broken_rows import warn_left_out
 from trainers.data.held_out import Part
-from trainers.data.images.conversations import has_pictures, with_folder
+from trainers.data.images.conversations import has_pictures, of_one_type, with_folder
 from trainers.data.images.in_memory import for_table, unreadable
 from trainers.plugins import DATASETS, exits_are_errors
 
@@ -342,6 +342,7 @@ def _joined(parts: list[Dataset]) -> Dataset:
     """The rows of all parts. Columns they share get the first part's types: a CSV's strings are not a JSON's."""
     import datasets
 
+    parts = of_one_type(parts)
     wanted = {name: kind for name, kind in parts[0].features.items() if kind != datasets.Value("null")}
     try:
         alike = [

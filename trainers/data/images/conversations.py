@@ -190,6 +190,36 @@ def encoded(rows: Dataset) -> Dataset:
     return rows
 
 
+def of_one_type(tables: Sequence[Dataset]) -> list[Dataset]:
+    """The tables with columns of pictures in one type, so that they can be joined; equal ones stay as they are."""
+    import datasets
+
+    tables = list(tables)
+    empty = datasets.Value("null"), datasets.List(datasets.Value("null"))
+    kind = datasets.List({"bytes": datasets.Value("binary"), "path": datasets.Value("string")})
+    for name in OF_KINDS["image"]:
+        found = [table.features[name] for table in tables if name in table.column_names]
+        found = [feature for feature in found if feature not in empty]
+        if all(feature == found[0] for feature in found):
+            continue
+        for number, table in enumerate(tables):
+            if name in table.column_names:
+                features = datasets.Features({**table.features, name: kind})
+                tables[number] = encoded(table).map(_as_files, fn_kwargs={"name": name}, features=features)
+    return tables
+
+
+def _as_files(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if row[name] is None:
+        return {name: None}
+    found = []
+    for one in row[name] if isinstance(row[name], list) else [row[name]]:
+        own = _own({"type": "image", **one}) if isinstance(one, Mapping) else one
+        file = one.get("bytes") if isinstance(one, Mapping) else own if isinstance(own, bytes) else None
+        found.append({"bytes": file, "path": own if file is None else None})
+    return {name: found}
+
+
 def num_places(message: Mapping[str, Any], kinds: Sequence[Kind] = tuple(MARKS)) -> int:
     """Places in a message for what columns of these kinds hold."""
     content = message.get("content")

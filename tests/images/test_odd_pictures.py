@@ -271,5 +271,10 @@ def test_a_relative_path_starts_in_the_folder_of_the_data_then_in_the_current_on
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     (found,) = read_files([folder / "rows.jsonl"], False)
     assert found["videos"] == [[str(folder / "both.png"), "here.png", str(folder / "nowhere.png")]]
+    (folder / "renamed.jsonl").write_text(json.dumps({"said": row["messages"], "pictures": names[:1]}) + "\n")
+    (renamed,) = load_rows(
+        str(folder / "renamed.jsonl"), columns={"pictures": "images", "said": "messages"}, images=True
+    )
+    assert renamed["images"] == [str(folder / "both.png")]
     told = picture_mistake({"messages": row["messages"], "images": found["images"]})
     assert told == ("images", f"image 0 {str(folder / 'nowhere.png')!r} does not exist")

@@ -75,7 +75,7 @@ def load_rows(
 
     Raises FileNotFoundError or ValueError saying what is wrong with the source and what there is instead.
     """
-    rows = read_source(source, split, skip_broken=skip_broken)
+    rows = read_source(source, split, skip_broken=skip_broken, columns=columns)
     if len(rows) == 0:
         raise ValueError(f"dataset {shown(source)} is empty (split {split!r}): it has no rows")
     if max_rows is not None:

@@ -146,27 +146,34 @@ def is_rare(image: Any) -> bool:
     return bool(short < RARE_SIDE or long > RARE_RATIO * short)
 
 
-def has_pictures(rows: Dataset) -> bool:
-    """Whether a column of a table can hold pictures: ``images``, or messages in parts."""
-    return bool(set(COLUMNS) & set(rows.column_names)) or any(
+def has_pictures(rows: Dataset, columns: Mapping[str, str] | None = None) -> bool:
+    """Whether a column of a table can hold pictures: ``images``, or messages in parts.
+
+    ``columns``: what columns will be called, from the table's name to ours.
+    """
+    return bool(_called(COLUMNS, rows, columns)) or any(
         any(kind in str(rows.features[name]) for kind in (*MARKS, "Json"))
-        for name in CONVERSATIONS
-        if name in rows.column_names
+        for name in _called(CONVERSATIONS, rows, columns)
     )
 
 
-def with_folder(rows: Dataset, folder: Path) -> Dataset:
+def _called(names: Sequence[str], rows: Dataset, columns: Mapping[str, str] | None) -> list[str]:
+    """The columns of a table that have one of the names, or will have it."""
+    return [name for name in rows.column_names if (columns or {}).get(name, name) in names]
+
+
+def with_folder(rows: Dataset, folder: Path, columns: Mapping[str, str] | None = None) -> Dataset:
     """The rows of a file in ``folder``; relative paths of pictures and videos start there, and are absolute ones.
 
-    One that is no file there, but in the current folder, stays as it is.
+    One that is no file there, but in the current folder, stays as it is. ``columns``: as of ``has_pictures``.
     """
-    present = [name for name in (*COLUMNS, *CONVERSATIONS) if name in rows.column_names]
-    if not present or not has_pictures(rows):
+    media, spoken = (_called(names, rows, columns) for names in (COLUMNS, CONVERSATIONS))
+    if not has_pictures(rows, columns):
         return rows
 
     def moved(row: dict[str, Any]) -> dict[str, Any]:
-        columns = {name: _moved(row[name], folder) for name in COLUMNS if name in present}
-        return columns | {name: _moved_turns(row[name], folder) for name in CONVERSATIONS if name in present}
+        made = {name: _moved(row[name], folder) for name in media}
+        return made | {name: _moved_turns(row[name], folder) for name in spoken}
 
     return rows.map(moved, features=rows.features, desc="Looking for pictures")
 

@@ -40,6 +40,8 @@ ASKING = ("MiniCPMV4_6Processor",)  # which ask their part for videos what that 
 SOUND_TOKENS = ("audio_token", "audio_bos_token", "boa_token", "eoa_token")  # attributes of tokenizers
 MOST_KNOWN = 256  # texts with pictures whose tokens are remembered
 Expanded = tuple[str, list[dict[str, Any]]]
+# Arguments of which the tower needs one value; of ``size`` only height and width, which all pictures then have
+OF_TOWER = ("patch_size", "merge_size", "temporal_patch_size", "max_image_size", "crop_size", "size")
 
 
 def seeing_part(configuration: Any) -> Any:
@@ -114,8 +116,14 @@ def load_processor(
         processor = _still(kind).from_args_and_dict([*made.values()], fields)
     except AttributeError as error:
         raise ValueError(f"{kind.__name__} of {model!r} cannot be without a part for videos: {error}") from None
-    _check_taken("image_processor_kwargs", processing, processor.image_processor, model)
-    _check_taken("video_processor_kwargs", videos, getattr(processor, VIDEOS, None), model)
+    given_to: list[tuple[str, Any, Any, Any]] = [
+        ("image_processor_kwargs", processing, processor.image_processor, AutoImageProcessor),
+        ("video_processor_kwargs", videos, getattr(processor, VIDEOS, None), AutoVideoProcessor),
+    ]
+    for key, arguments, part, of_model in given_to:
+        _check_taken(key, arguments, part, model)
+        if set(OF_TOWER) & set(arguments or {}):
+            _check_fits(key, arguments or {}, of_model.from_pretrained(model, **options), model)
     processor.seen_token_ids = _seen_token_ids(processor)
     if hears:  # texts may hold none of the tokens of sounds either
         marks = (getattr(processor.tokenizer, name, None) for name in SOUND_TOKENS)
@@ -181,6 +189,26 @@ def _check_taken(key: str, given: Mapping[str, Any] | None, part: Any, model: st
     if takes is not None and (odd := sorted(set(given or {}) - set(takes.__annotations__))):
         known = ", ".join(sorted(takes.__annotations__))
         raise ValueError(f"{key}: {', '.join(odd)} is no argument of {model!r} (known: {known})")
+
+
+def _check_fits(key: str, given: Mapping[str, Any], own: Any, model: str) -> None:
+    """Raises ValueError for an argument that cuts pictures otherwise than the vision tower was built for."""
+    for name in OF_TOWER:
+        wanted = getattr(own, name, None)
+        sizes = _sides(wanted)
+        if name not in given or sizes is None or (name == "size" and "height" not in sizes):
+            continue
+        value = given[name]
+        if isinstance(value, int) and isinstance(sizes, dict) and set(sizes) == {"height", "width"}:
+            value = {"height": value, "width": value}
+        if value != sizes:
+            raise ValueError(f"{key}: {name} is {value}, and the vision tower of {model!r} needs {sizes}. Remove it")
+
+
+def _sides(size: Any) -> Any:
+    """A size as a number, or as a dictionary of the sides that it has."""
+    is_number = size is None or isinstance(size, int)
+    return size if is_number else {side: length for side, length in dict(size).items() if length is not None}
 
 
 def _kind_of(model: str, trust_remote_code: bool) -> tuple[Any, dict[str, Any], bool]:
@@ -350,7 +378,14 @@ class ImageReader:
 
     def num_image_tokens(self, ids: Sequence[int]) -> int:
         """How many of the ids stand for parts of pictures and videos."""
-        return int(np.isin(np.asarray(ids, np.int64), self.processor.seen_token_ids).sum())
+        return int(self._are_seen(ids).sum())
+
+    def unlearned(self, ids: Sequence[int], weights: Sequence[float]) -> list[float]:
+        """The weights with 0 for tokens that stand for parts of pictures and videos."""
+        return [0.0 if seen else weight for weight, seen in zip(weights, self._are_seen(ids), strict=True)]
+
+    def _are_seen(self, ids: Sequence[int]) -> np.ndarray:
+        return np.isin(np.asarray(ids, np.int64), self.processor.seen_token_ids)
 
     def check_cut(self, ids: Sequence[int], kept: Sequence[int], limit: str) -> None:
         """Raises ValueError if ``kept`` lacks tokens of pictures that ``ids`` has; ``limit`` says what cut them off."""
@@ -391,11 +426,23 @@ class Processors:
         return self._loaded[seen]
 
 
-def seen_too(mistake_of: Callable[..., Any], images: ImageReader | None) -> Callable[[Mapping[str, Any]], Any]:
-    """``mistake_of`` (``broken_rows.py``) for rows whose pictures the model sees: what is wrong with them too."""
+def seen_too(
+    mistake_of: Callable[..., Any],
+    images: ImageReader | None,
+    read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda row: row,
+) -> Callable[[Mapping[str, Any]], Any]:
+    """``mistake_of`` (``broken_rows.py``) for rows whose pictures the model sees: what is wrong with them too.
+
+    ``read``: the row as it is seen.
+    """
     if images is None:
         return mistake_of
-    return lambda row: mistake_of(row, seen=tuple(TYPES)) or images.mistake(row)
+
+    def mistake(row: Mapping[str, Any]) -> Any:
+        row = read(row)
+        return mistake_of(row, seen=tuple(TYPES)) or images.mistake(row)
+
+    return mistake
 
 
 class SeeingTokenizer:

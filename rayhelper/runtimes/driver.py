@@ -26,9 +26,11 @@ from rayhelper.roles.futures import Future, finished
 from rayhelper.roles.in_place import InPlace
 from rayhelper.roles.left_behind import LeftBehind
 from rayhelper.roles.methods import RoleMethod, find_method, not_constructed
+from rayhelper.roles.names import of_method
 from rayhelper.roles.parts import NO_INSTANCE, Identity, Record, address_within, check_same_parts, refuse_to_travel
 from rayhelper.roles.runtime import Route, Shard, WorkerInfo, state
 from rayhelper.roles.stale import Snapshot
+from rayhelper.roles.used_parts import UsedParts
 from rayhelper.runtimes.off import call_here
 from rayhelper.watch.watchdog import Call
 from rayhelper.worker.process_group import join_process_group
@@ -274,6 +276,7 @@ class DriverPlacement:
         self.snapshot: Snapshot | None = None  # None: it is being constructed
         self.in_place: InPlace | None = None
         self.left = LeftBehind()
+        self.used_parts = UsedParts()
 
     def route(self, method: RoleMethod[..., Any]) -> Route:
         if method.role == DRIVER:
@@ -331,10 +334,14 @@ class DriverPlacement:
             raise undeclared(method, identity.cls)
         if self.snapshot is not None:
             title = identity.title(method)
+            cls: Any = type(target)
+            names = of_method(cls, method)
             self.snapshot.check(method, target, title)
             if self.in_place is not None:
-                self.in_place.check(method, target, title)
+                self.in_place.check(method, names, target, title)
+            self.used_parts.check(method, target, title)
             self.left.note(method, target, title, self.snapshot)
+            self.snapshot.called(names, target)
         return group, location_of(str(identity.address), identity.cls, method)  # type: ignore[arg-type]
 
     def states(self) -> list[Any]:

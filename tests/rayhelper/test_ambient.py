@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rayhelper import RayHelper
 from rayhelper.errors import DispatchError
@@ -64,6 +65,7 @@ class Net:
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             (cudnn.deterministic, cudnn.benchmark),
+            torch.backends.cuda.flash_sdp_enabled(),
             torch.is_anomaly_enabled(),
             np.geterr()["divide"],
         ]
@@ -213,8 +215,9 @@ def seeded_twice_between_objects(net: Net) -> list[Any]:
 
 
 def seeded_by_torch_alone(net: Net) -> list[Any]:
-    """Nobody knows the seed that torch took; draws are the driver's after it."""
+    """Nobody knows the seed that torch took; draws are the driver's after it, also if another generator is seeded."""
     torch.default_generator.manual_seed(21)
+    random.seed(4)
     return [net.drawn_now(), net.drawn_now()]
 
 
@@ -317,6 +320,7 @@ def test_defaults_of_torch_hold_on_workers(on_ray: None) -> None:
         torch.backends.cudnn.deterministic = True
         torch.autograd.set_detect_anomaly(True)
         np.seterr(divide="raise")
+        torch.backends.cuda.enable_flash_sdp(False)
         seen = Net().defaults()
     finally:
         torch.set_default_dtype(torch.float32)
@@ -325,8 +329,9 @@ def test_defaults_of_torch_hold_on_workers(on_ray: None) -> None:
         torch.backends.cudnn.deterministic = False
         torch.autograd.set_detect_anomaly(False)
         np.seterr(divide="warn")
-    assert seen == [["torch.float64", "high", True, True, (True, False), True, "raise"]] * 2
-    assert Net().defaults() == [["torch.float32", "highest", False, False, (False, False), False, "warn"]] * 2
+        torch.backends.cuda.enable_flash_sdp(True)
+    assert seen == [["torch.float64", "high", True, True, (True, False), False, True, "raise"]] * 2
+    assert Net().defaults() == [["torch.float32", "highest", False, False, (False, False), True, False, "warn"]] * 2
 
 
 def test_defaults_of_torch_that_are_set_later_hold_from_the_next_call_on(on_ray: None) -> None:
@@ -336,14 +341,15 @@ def test_defaults_of_torch_that_are_set_later_hold_from_the_next_call_on(on_ray:
         torch.set_default_dtype(torch.float64)
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
-        with torch.no_grad():
-            assert net.defaults() == [["torch.float64", "high", False, False, (False, True), False, "warn"]] * 2
-        assert net.defaults() == [["torch.float64", "high", False, False, (False, True), False, "warn"]] * 2
+        changed = ["torch.float64", "high", False, False, (False, True)]
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            assert net.defaults() == [[*changed, False, False, "warn"]] * 2
+        assert net.defaults() == [[*changed, True, False, "warn"]] * 2
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.benchmark = False
-    assert net.defaults() == before == [["torch.float32", "highest", False, False, (False, False), False, "warn"]] * 2
+    assert net.defaults() == before == [["torch.float32", "highest", False, False, (False, False), True, False, "warn"]] * 2
 
 
 def test_the_mode_of_a_call_holds_on_workers(on_ray: None) -> None:

@@ -349,7 +349,11 @@ def test_defaults_of_torch_that_are_set_later_hold_from_the_next_call_on(on_ray:
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.benchmark = False
-    assert net.defaults() == before == [["torch.float32", "highest", False, False, (False, False), True, False, "warn"]] * 2
+    assert (
+        net.defaults()
+        == before
+        == [["torch.float32", "highest", False, False, (False, False), True, False, "warn"]] * 2
+    )
 
 
 def test_the_mode_of_a_call_holds_on_workers(on_ray: None) -> None:

@@ -49,8 +49,12 @@ class Settings(NamedTuple):
 class Snapshot:
     """What an object's attributes, and the globals that its roles' methods read, were when it was constructed."""
 
-    def __init__(self, instance: Any) -> None:
-        self.attributes = {name: _kept(value) for name, value in vars(instance).items()}
+    def __init__(self, instance: Any, set_here: dict[str, Any]) -> None:
+        """``set_here``: what methods of the role driver have set meanwhile, as ``kept_attributes`` gives it."""
+        self.attributes = kept_attributes(instance)
+        for name, kept in set_here.items():
+            if self.attributes.get(name) == kept:
+                self.attributes[name] = _ONLY_HERE
         cls: Any = type(instance)
         found = of_class(cls)
         self.globals = {key: found.namespaces[key[0]].get(key[1], MISSING) for key in found.globals}
@@ -95,8 +99,13 @@ class Snapshot:
             if not _is_kept(self.attributes.get(name, MISSING), held.get(name, MISSING)):
                 if name not in self.attributes and _is_filled_when_read(cls, name):
                     continue
+                when = (
+                    "by a method of the role 'driver', which workers do not run"
+                    if self.attributes.get(name) is _ONLY_HERE
+                    else "after the object was constructed"
+                )
                 raise RoleError(
-                    f"{title} reads {owner}.{name}, which was set on the driver after the object was constructed. The "
+                    f"{title} reads {owner}.{name}, which was set on the driver {when}. The "
                     f"workers of role {method.role!r} still have the value of __init__. Pass the value as an argument, "
                     f"or set it in a method of role {method.role!r}."
                 )
@@ -203,6 +212,14 @@ class Snapshot:
                     f"was constructed. The workers of role {method.role!r} still have the old value. Set it before you "
                     "construct the object."
                 )
+
+
+_ONLY_HERE = object()  # what no attribute is
+
+
+def kept_attributes(instance: Any) -> dict[str, Any]:
+    """What tells later whether the attributes of an object are still the same."""
+    return {name: _kept(value) for name, value in vars(instance).items()}
 
 
 def _is_equal(now: Any, before: Any) -> bool:

@@ -41,7 +41,7 @@ class UsedParts:
 
 def _uses(target: Any, names: Names, seen: set[int]) -> Iterator[Use]:
     for name in sorted(names.reads | names.reads_of_roles):
-        for instance in _with_roles(vars(target).get(name)):
+        for instance in with_roles(vars(target).get(name)):
             if id(instance) not in seen:
                 seen.add(id(instance))
                 cls: Any = type(instance)
@@ -50,7 +50,7 @@ def _uses(target: Any, names: Names, seen: set[int]) -> Iterator[Use]:
                 yield from _uses(instance, used, seen)
 
 
-def _with_roles(value: Any) -> Iterator[Any]:
+def with_roles(value: Any) -> Iterator[Any]:
     """A value, or the values of a list, tuple or dict, that are objects with roles of this driver."""
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
     for one in values:

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rayhelper import RayHelper
 from rayhelper.errors import DispatchError
+from rayhelper.values.lost import check_arguments
 from rayhelper.worker.ambient import DriverMode
 from rayhelper.worker.messages import Messages
 from tests.conftest import RaySession, without_runtime
@@ -294,6 +295,14 @@ def test_a_generator_that_is_passed_again_is_refused(on_ray: None, kind: str) ->
     with pytest.raises(DispatchError, match=r"Net.drawn_with .* argument 'generator' is a random generator that was"):
         net.drawn_with(generator)
     assert net.drawn_with(made()) == expected, "a new one in the same state"
+
+
+def test_under_torchrun_all_processes_refuse_a_generator_that_some_have_drawn_from() -> None:
+    for generator in (random.Random(4), np.random.default_rng(4)):
+        check_arguments((generator,), {}, ("generator",), "Net.drawn_with", is_copied=False)
+        generator.random()  # on rank 0, whose method had it
+        with pytest.raises(DispatchError, match=r"Net.drawn_with: argument 'generator' is a random generator that was"):
+            check_arguments((generator,), {}, ("generator",), "Net.drawn_with", is_copied=False)
 
 
 def test_whole_within_another_value_is_refused(session: Any) -> None:

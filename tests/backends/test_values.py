@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
 
 from tests.backends.batches import largest_difference, samples_of
 from tests.backends.ranks import run_ranks
 from tests.golden.tiny import save_tiny
 from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.backends.fsdp.hf_model import build_model
 from trainers.batch import Ragged, Samples, Sequences
 from trainers.metrics import Metrics
 
@@ -126,3 +129,19 @@ def test_a_value_head_is_trained_beside_an_adapter_and_merged_and_resumed(folder
     np.testing.assert_array_equal(resumed.token_values(samples_of(), micro_batch_size=4).values, expected)
     merged = FsdpBackend(tmp_path / "final", head="value").token_values(samples_of(), micro_batch_size=4).values
     np.testing.assert_allclose(merged, expected, atol=1e-5)
+
+
+def test_a_new_head_is_not_reported_and_another_difference_is(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A critic has a head that the policy's checkpoint lacks: nothing is wrong with it."""
+    settings: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    folder = Path(save_tiny(tmp_path / "model"))
+    for head in ("value", "embedding"):
+        build_model(folder, head=head, **settings)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "LOAD REPORT" not in capfd.readouterr().err
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"model.odd": torch.zeros(1)}, folder / "model.safetensors", metadata={"format": "pt"})
+    build_model(folder, head="value", **settings)
+    assert f"the checkpoint {folder} has, but the model has not, model.odd" in caplog.text

@@ -42,12 +42,23 @@ def test_a_header_says_what_the_run_is_about_to_do(tmp_path: Path) -> None:
         "data: 5,000 rows of rows",
         "roles: train on 2 GPU (train); rollout on 2 GPU (rollout)",
         f"steps: 30, of 16 sequences each, at most {16 * (100 + 512):,} tokens, into outputs/grpo",
-        "chosen by the run: token_budget: auto, gradient_checkpointing: auto "
-        "(only on a GPU; the log then has the values)",
+        "chosen in the first step: token_budget, gradient_checkpointing (the log then has the values)",
         "translated: dtype from bf16",
     ]
     own = GRPOConfig(model="m", dataset="rows", reward_funcs=["exact_answer"], output_dir="other")
     assert "translated" not in "".join(header(own, 30, {}))  # which was not read, but made in Python afterwards
+
+
+def test_what_auto_stands_for_on_a_cpu_is_yaml_that_fixes_it(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(BASE)
+    config = load_config(GRPOConfig, ["--config", str(tmp_path / "x.yaml")])
+    assert (config.token_budget, config.gradient_checkpointing) == ("auto", "auto")
+    lines = [line for line in header(config, 30, {}) if "# auto: " in line]
+    (tmp_path / "y.yaml").write_text("\n".join([BASE, *lines]))
+    fixed = load_config(GRPOConfig, ["--config", str(tmp_path / "y.yaml")])
+    assert (fixed.token_budget, fixed.gradient_checkpointing) == (None, False)
+    assert fixed.per_device_train_batch_size == config.per_device_train_batch_size
+    assert not [line for line in header(fixed, 30, {}) if "auto" in line or "chosen" in line]
 
 
 def test_a_header_counts_the_data_of_every_trainer() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ from trainers.backends.fsdp.vision.classifier import classifier_class
 from trainers.data.images.processor import is_vision, language_class
 
 ModelHead = Literal["lm", "value", "embedding"]
+logger = logging.getLogger(__name__)
+
 STACK = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 
 
@@ -57,17 +60,15 @@ def build_model(
     if head == "value":
         # of a vision model it is a field of the part that reads text: there its ``forward`` looks for the last token
         pad_token_id = settings.pop("pad_token_id", None) if is_vision(configuration) else None
-        built, found = classifier_class(configuration).from_pretrained(
-            model, num_labels=num_labels, output_loading_info=True, **settings
-        )
+        built, missing = _with_other_head(classifier_class(configuration), model, num_labels=num_labels, **settings)
         if pad_token_id is not None:
             built.config.get_text_config().pad_token_id = pad_token_id
-        if VALUE_HEAD in found["missing_keys"]:
+        if VALUE_HEAD in missing:
             head_KH = built.score.weight.data
             std = built.config.get_text_config().initializer_range
             head_KH.copy_(value_head(head_KH.shape[1], std, seed, num_labels))
     elif head == "embedding":
-        built = AutoModel.from_pretrained(model, **settings)
+        built, _ = _with_other_head(AutoModel, model, **settings)
     else:
         built = language_class(configuration).from_pretrained(model, **settings)
     if quantization:  # it is on its device, and cannot be moved
@@ -77,6 +78,38 @@ def build_model(
     packed_attention.check_model(built)
     _cap_scores(built, asked=settings.get("attn_implementation"))
     return built
+
+
+def _with_other_head(kind: Any, model: str | Path, **settings: Any) -> tuple[Any, set[str]]:
+    """A model of a checkpoint whose head may be another one, and the names of weights that the checkpoint lacks.
+
+    transformers would report the two heads on the console. Other differences are logged.
+    """
+    with _without_report():
+        built, report = kind.from_pretrained(model, output_loading_info=True, **settings)
+    differences = {
+        "has no": set(report["missing_keys"]) - {VALUE_HEAD},
+        "has, but the model has not,": set(report["unexpected_keys"]) - {VALUE_HEAD, "lm_head.weight"},
+        "has in another shape": {str(found[0]) for found in report["mismatched_keys"]},
+    }
+    for words, names in differences.items():
+        if names:
+            shown = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            logger.warning("the checkpoint %s %s %s", model, words, shown)
+    return built, set(report["missing_keys"])
+
+
+@contextlib.contextmanager
+def _without_report() -> Iterator[None]:
+    """Inside, transformers lists no weights that a checkpoint and a model do not share."""
+    from transformers.utils import logging as theirs
+
+    level = theirs.get_verbosity()
+    theirs.set_verbosity_error()
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(level)
 
 
 def _cap_scores(model: Any, asked: str | None) -> None:
@@ -267,18 +300,11 @@ def _converted(
 
     Only transformers' own loading knows how, so a second model is built on the CPU for the moment.
     """
-    from transformers.utils import logging
-
     weights = {name: weight.to("cpu", copy=True) for name, weight in named_weights}
-    level = logging.get_verbosity()
-    if part:  # it would list what is missing
-        logging.set_verbosity_error()
-    try:
+    with _without_report() if part else contextlib.nullcontext():
         loaded, report = type(module).from_pretrained(
             None, config=module.config, state_dict=weights, dtype=module.dtype, output_loading_info=True
         )
-    finally:
-        logging.set_verbosity(level)
     missing = set(report.pop("missing_keys")) if part else set()
     wrong = {kind: sorted(names)[:3] for kind, names in report.items() if kind.endswith("_keys") and names}
     if wrong:

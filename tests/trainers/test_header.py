@@ -25,6 +25,7 @@ from trainers.backends.fsdp.vision.parts import linear_layers, part_of
 from trainers.configuration.reading.command_line import load_config
 from trainers.configuration.shared import SEQUENCES_PER_STEP
 from trainers.grpo.config import GRPOConfig
+from trainers.parts.engine import vllm_settings
 from trainers.run.header import MOST_LINES, header, num_parameters, trainer_name
 from trainers.sft.config import SFTConfig
 from trainers.sft.trainer import SFTTrainer
@@ -59,6 +60,19 @@ def test_what_auto_stands_for_on_a_cpu_is_yaml_that_fixes_it(tmp_path: Path) -> 
     assert (fixed.token_budget, fixed.gradient_checkpointing) == (None, False)
     assert fixed.per_device_train_batch_size == config.per_device_train_batch_size
     assert not [line for line in header(fixed, 30, {}) if "auto" in line or "chosen" in line]
+
+
+@pytest.mark.parametrize(("together", "share"), [(True, 0.4), (False, 0.9)])
+def test_a_header_has_the_share_of_memory_that_an_engine_takes(together: bool, share: float, tmp_path: Path) -> None:
+    colocated = "colocate_groups: [[train, rollout]]\n" if together else ""
+    keys = f"{BASE}{ROLES}{colocated}use_ray: true\nrollout_engine: vllm\nmax_prompt_length: 9\n"
+    (tmp_path / "x.yaml").write_text(f"{keys}vllm_gpu_memory_utilization: auto\n")
+    config = load_config(GRPOConfig, ["--config", str(tmp_path / "x.yaml")])
+    (line,) = [line for line in header(config, 30, {}) if line.startswith("vllm_gpu_memory_utilization")]
+    assert line.startswith(f"vllm_gpu_memory_utilization: {share}  # auto: ")
+    (tmp_path / "x.yaml").write_text(f"{keys}{line}\n")
+    assert load_config(GRPOConfig, ["--config", str(tmp_path / "x.yaml")]).vllm_gpu_memory_utilization == share
+    assert vllm_settings(config, shares_devices=together)["gpu_memory_utilization"] == share
 
 
 def test_a_header_counts_the_data_of_every_trainer() -> None:

@@ -26,12 +26,14 @@ from rayhelper import DeviceGroups
 from rayhelper.planning.model_shape import ModelShape
 from trainers.backends.device import default_device
 from trainers.checkpoint import GROWN, checkpoints
+from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.reading.command_line import read_from
 from trainers.configuration.reading.folders import names_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 from trainers.configuration.tuners import shown_tuner, trained_parts
 from trainers.configuration.vision import vision_settings
 from trainers.data.broken_rows import counted_of
+from trainers.rollout.choice import vllm_share
 from trainers.run.going_on import builds_model
 
 PARTS_OF_VISION = {"vit": "the vision tower", "aligner": "the aligner", "llm": "the language model"}
@@ -190,6 +192,19 @@ def _engine(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> It
     yield from (f"{key}: {getattr(config, key)}  # auto: {reason}" for key, reason in chosen.items())
 
 
+def _engine_memory(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
+    if not isinstance(config, CompletionConfig) or config.rollout_engine != "vllm":
+        return
+    if config.vllm_gpu_memory_utilization is not None or "gpu_memory_utilization" in config.vllm_engine_kwargs:
+        return
+    groups = None if config.device_groups is None else DeviceGroups.parse(config.device_groups)
+    on_cpu = default_device().type == "cpu" if groups is None else groups.group_of("rollout").device == "CPU"
+    if not on_cpu:
+        shares = groups is None or groups.share_devices("rollout", "train")
+        reason = "the policy is trained on the same GPU" if shares else "the engine has GPUs of its own"
+        yield f"vllm_gpu_memory_utilization: {vllm_share(shares_devices=shares)}  # auto: {reason}"
+
+
 def _translated(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
     origins, _ = _as_read(config)
     if origins:
@@ -206,5 +221,5 @@ def _as_read(config: TrainConfig) -> tuple[Mapping[str, str], Mapping[str, str]]
 
 
 PARTS: tuple[Callable[[Any, int, Mapping[str, Any]], Iterator[str]], ...] = (
-    *(_model, _rows, _roles, _steps, _engine, _chosen, _translated),
+    *(_model, _rows, _roles, _steps, _engine, _engine_memory, _chosen, _translated),
 )

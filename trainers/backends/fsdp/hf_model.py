@@ -24,12 +24,14 @@ from trainers.backends.fsdp.sharding import as_placed
 from trainers.backends.fsdp.tuners.adapters import own_weights, trained_names
 from trainers.backends.fsdp.tuners.quantized import compute_alike, loading_arguments, quantized_layers, written_whole
 from trainers.backends.fsdp.vision.classifier import classifier_class
-from trainers.data.images.processor import is_vision, language_class
+from trainers.backends.fsdp.vision.thinker import language_class
+from trainers.data.images.processor import is_vision
 
 ModelHead = Literal["lm", "value", "embedding"]
-logger = logging.getLogger(__name__)
-
+HEADS = {VALUE_HEAD, f"thinker.{VALUE_HEAD}"}  # of a classifier that is read from a language model
 STACK = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
+
+logger = logging.getLogger(__name__)
 
 
 def build_model(
@@ -60,15 +62,15 @@ def build_model(
     if head == "value":
         # of a vision model it is a field of the part that reads text: there its ``forward`` looks for the last token
         pad_token_id = settings.pop("pad_token_id", None) if is_vision(configuration) else None
-        built, missing = _with_other_head(classifier_class(configuration), model, num_labels=num_labels, **settings)
+        built, missing = _without_report(classifier_class(configuration), model, num_labels=num_labels, **settings)
         if pad_token_id is not None:
             built.config.get_text_config().pad_token_id = pad_token_id
-        if VALUE_HEAD in missing:
+        if HEADS & missing:
             head_KH = built.score.weight.data
             std = built.config.get_text_config().initializer_range
             head_KH.copy_(value_head(head_KH.shape[1], std, seed, num_labels))
     elif head == "embedding":
-        built, _ = _with_other_head(AutoModel, model, **settings)
+        built, _ = _without_report(AutoModel, model, **settings)
     else:
         built = language_class(configuration).from_pretrained(model, **settings)
     if quantization:  # it is on its device, and cannot be moved
@@ -80,36 +82,27 @@ def build_model(
     return built
 
 
-def _with_other_head(kind: Any, model: str | Path, **settings: Any) -> tuple[Any, set[str]]:
-    """A model of a checkpoint whose head may be another one, and the names of weights that the checkpoint lacks.
-
-    transformers would report the two heads on the console. Other differences are logged.
-    """
-    with _without_report():
-        built, report = kind.from_pretrained(model, output_loading_info=True, **settings)
-    differences = {
-        "has no": set(report["missing_keys"]) - {VALUE_HEAD},
-        "has, but the model has not,": set(report["unexpected_keys"]) - {VALUE_HEAD, "lm_head.weight"},
-        "has in another shape": {str(found[0]) for found in report["mismatched_keys"]},
-    }
-    for words, names in differences.items():
-        if names:
-            shown = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            logger.warning("the checkpoint %s %s %s", model, words, shown)
-    return built, set(report["missing_keys"])
+def _without_report(kind: Any, model: str | Path, **settings: Any) -> tuple[Any, set[str]]:
+    """A model whose head a checkpoint may lack, or have in its place; and the names of the weights that it lacks."""
+    with _silent():
+        built, found = kind.from_pretrained(model, output_loading_info=True, **settings)
+    missing = set(found["missing_keys"])
+    if drawn := missing - HEADS:
+        logger.warning("%s: its files lack %s, which are drawn at random", model, ", ".join(sorted(drawn)[:3]))
+    return built, missing
 
 
 @contextlib.contextmanager
-def _without_report() -> Iterator[None]:
-    """Inside, transformers lists no weights that a checkpoint and a model do not share."""
-    from transformers.utils import logging as theirs
+def _silent() -> Iterator[None]:
+    """Inside, transformers prints no table of the weights that a checkpoint lacks or has beside: they are expected."""
+    from transformers.utils import logging as verbosity
 
-    level = theirs.get_verbosity()
-    theirs.set_verbosity_error()
+    level = verbosity.get_verbosity()
+    verbosity.set_verbosity_error()
     try:
         yield
     finally:
-        theirs.set_verbosity(level)
+        verbosity.set_verbosity(level)
 
 
 def _cap_scores(model: Any, asked: str | None) -> None:
@@ -123,8 +116,8 @@ def _cap_scores(model: Any, asked: str | None) -> None:
         return
     if asked is not None:
         raise ConfigError(
-            f"model_init_kwargs: attn_implementation: sdpa drops the cap of {type(model).__name__}'s attention scores "
-            f"(attn_logit_softcapping {config.attn_logit_softcapping}). Take eager."
+            f"model_init_kwargs: attn_implementation: sdpa ignores the soft cap of {type(model).__name__}'s "
+            f"attention scores (attn_logit_softcapping {config.attn_logit_softcapping}). Take eager."
         )
     model.set_attn_implementation("eager")
 
@@ -230,7 +223,7 @@ def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"{folder} holds no model*.safetensors, so it is no checkpoint of a model")
+        raise FileNotFoundError(f"{folder} holds no model*.safetensors, so it is not a checkpoint of a model")
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  (it cannot be iterated)
@@ -301,7 +294,7 @@ def _converted(
     Only transformers' own loading knows how, so a second model is built on the CPU for the moment.
     """
     weights = {name: weight.to("cpu", copy=True) for name, weight in named_weights}
-    with _without_report() if part else contextlib.nullcontext():
+    with _silent() if part else contextlib.nullcontext():
         loaded, report = type(module).from_pretrained(
             None, config=module.config, state_dict=weights, dtype=module.dtype, output_loading_info=True
         )

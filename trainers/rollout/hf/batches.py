@@ -30,7 +30,8 @@ class Batches:
     """Completes batches of prompts with a model in evaluation mode and without defaults of its own."""
 
     def __init__(self, module: Any, pad_token_id: int, vision: Vision | None = None) -> None:
-        self.module, self.pad_token_id, self.vision = module, pad_token_id, vision
+        self.module = getattr(module, "thinker", module)  # of a model that also speaks: what answers in text
+        self.pad_token_id, self.vision = pad_token_id, vision
 
     def complete(
         self,

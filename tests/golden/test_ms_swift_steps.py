@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset
 
 from benchmarks.tiny.text import tiny_tokenizer
 from rayhelper import Channel, RayHelper
@@ -18,6 +19,7 @@ from trainers.batch import Ragged, Rollouts
 from trainers.cli import main
 from trainers.commands import Command
 from trainers.configuration.others.ms_swift import spelled
+from trainers.data.texts.plain import without_template
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.parts.generator import Generator
@@ -70,6 +72,14 @@ def test_steps_have_the_numbers_that_ms_swift_logs(name: str, tmp_path: Path, mo
             assert_same_numbers(name, our_line, their_line)
     rates = [[line["learning_rate"] for line in lines if "loss" in line] for lines in (ours, found["logged"])]
     assert rates[0][1:] == pytest.approx(rates[1][:-1], rel=1e-12)  # ms-swift logs the rate of the next step
+
+
+def test_only_texts_are_learned_without_the_chat_template() -> None:
+    turn = {"role": "assistant", "content": "a"}
+    rows = Dataset.from_list([{"messages": [{"role": "user", "content": "q"}, turn], "text": None}])
+    assert without_template(rows, "text").to_list() == [{"text": "qa"}]
+    with pytest.raises(ValueError, match="this row has assistant, assistant"):
+        without_template(Dataset.from_list([{"messages": [turn, turn]}]), "text")
 
 
 def assert_same_numbers(name: str, ours: dict[str, float], theirs: dict[str, float]) -> None:

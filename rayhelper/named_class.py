@@ -53,7 +53,9 @@ def _of_name(name: str, qualname: str) -> ModuleType:
             f"set PYTHONPATH, or name its file: path/to/{name.rpartition('.')[2]}.py:{qualname}."
         ) from None
     except (ValueError, TypeError):  # a relative name, or an empty part of one
-        raise ConfigError(f"{name!r} is no name of a module. Write module:Class, or path/to/file.py:Class.") from None
+        raise ConfigError(
+            f"{name!r} is not the name of a module. Write module:Class, or path/to/file.py:Class."
+        ) from None
 
 
 def is_file(where: str) -> bool:

@@ -187,7 +187,7 @@ def _run(trainer: Any, config: Any, header: str | None) -> dict[str, float]:
     if config.use_ray and num_processes > 1:
         raise ConfigError(
             f"torchrun started {num_processes} processes, each of which would start the workers of use_ray. Start one "
-            "process for Ray, or let torchrun's be the workers: --use_ray false"
+            "process for Ray, or let torchrun's processes be the workers: --use_ray false"
         )
     if not config.use_ray and num_processes == 1:
         _check_run(trainer, config, None)

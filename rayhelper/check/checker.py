@@ -205,7 +205,7 @@ def _undefined(
 
 def _groups(device_groups: str | None, config: str | None) -> DeviceGroups | None:
     if device_groups is not None and config is not None:
-        raise ConfigError("both --device_groups and --config say where roles run. Give one of them.")
+        raise ConfigError("--device_groups and --config both set where roles run. Give one of them.")
     if device_groups is not None:
         return DeviceGroups.parse(device_groups)
     if config is None:

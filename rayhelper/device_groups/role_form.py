@@ -64,7 +64,7 @@ def _role_group(
     ):
         mistakes.note(f"{where} has {key}, but device {shown(section['device'])}. Remove device.")
     size = mistakes.attempt(
-        check_count, f"{key} of {where}", section[key], "Ask for 1 or more, or remove the section.", MAX_RANKS
+        check_count, f"{key} of {where}", section[key], "Write 1 or more, or remove the section.", MAX_RANKS
     )
     check_parallel_sizes(where, section, f"{key}: {size}", size or 0, mistakes)
     options = options_of(where, section, device, size or 0, mistakes)
@@ -113,7 +113,7 @@ def check_parallel_sizes(where: str, section: Mapping[str, Any], asked: str, siz
             terms = " x ".join(f"{key} {value}" for key, value in sizes.items())
             mistakes.note(
                 f"{terms}{f' = {product}' if len(sizes) > 1 else ''} of {where} does not divide its {asked}. "
-                f"Ask for a multiple of {product}, or make the parallel sizes smaller."
+                f"Write a multiple of {product}, or make the parallel sizes smaller."
             )
 
 

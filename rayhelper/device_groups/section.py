@@ -98,7 +98,7 @@ def _gpus_per_worker(where: str, gpus_per_worker: Any, device: Device | None, si
     if size % width:
         raise ConfigError(
             f"gpus_per_worker {width} of {where} does not divide its {size} {device or 'ranks'}. "
-            f"Ask for a multiple of {width}, or make gpus_per_worker smaller."
+            f"Write a multiple of {width}, or make gpus_per_worker smaller."
         )
     return width
 

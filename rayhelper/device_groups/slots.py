@@ -161,7 +161,7 @@ def _places(
                 f"the cluster cannot hold the device groups. No node is left with {asked} free, which node {k} of "
                 "the "
                 f"configuration needs.\n{_asked_table(groups, layout)}\n{_free_table(nodes)}\n"
-                "Ask for fewer or for other nproc_per_node, add nodes, or end other jobs."
+                "Request fewer or change nproc_per_node, add nodes, or end other jobs."
             )
     return places
 
@@ -222,7 +222,7 @@ def _asked_table(groups: DeviceGroups, layout: dict[str, Counter[int]]) -> str:
         on_nodes = [(k, count * group.gpus_per_worker) for k, count in sorted(layout.get(group.name, {}).items())]
         sizes = {size for _, size in on_nodes}
         if group.shares_devices_with is not None:
-            per_node = f"those of {group.shares_devices_with}"
+            per_node = f"the devices of {group.shares_devices_with}"
         elif len(sizes) == 1 and len(on_nodes) > 2:
             per_node = f"{sizes.pop()} on each of {len(on_nodes)} nodes"
         else:

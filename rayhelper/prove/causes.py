@@ -129,12 +129,12 @@ _USUAL_OF_THE_DRIVER = (
 _USUAL_OF_CONSTRUCTORS = "random numbers without a seed, or values of the process in __init__ (time, pid, environment)"
 _USUAL_OF_ROLES = (
     "one of these. Random numbers of both the driver and the role: with Ray off, dropout and a shuffle share one "
-    "generator, so give one of them its own torch.Generator. An argument that was changed in place. State outside of "
-    "the object: a module's globals, a class's attributes, the clock, a uuid, or a file that is written. Or state of "
+    "generator. Give one of them its own torch.Generator. An argument that was changed in place. State outside of "
+    "the object: a module's globals, a class's attributes, the clock, a uuid, or a written file. Or state of "
     "the process: environment, pid, folder, hash() of a text, the order of a set"
 )
 _ROWS = "the result depends on how the rows are divided"
-_USUAL_OF_WORKERS = f"{_ROWS}: a mean over a shard, a random number a worker, a rank"
+_USUAL_OF_WORKERS = f"{_ROWS}: a mean over a shard, a random number per worker, a rank"
 
 
 def of_calls() -> Cause:
@@ -200,14 +200,14 @@ def _seeds(case: Case) -> Iterator[Cause]:
     if case.unlike.how == "order":
         yield Cause(
             "order of rows",
-            f"the order of rows: {_whose(case)} shuffles without a seed ({read}). Seed it: a generator that is made "
-            "of nothing begins elsewhere in each run",
+            f"the order of rows: {_whose(case)} shuffles without a seed ({read}). Seed it: a generator without a "
+            "seed starts differently in each run",
         )
     outside = " (state outside of the object)" if in_role and not case.is_constructor else ""
     yield Cause(
         "seed",
-        f"random numbers without a seed{outside}: {_whose(case)} takes them from the system, {read}, whatever main "
-        "seeds. Make the generator from a seed",
+        f"random numbers without a seed{outside}: {_whose(case)} takes them from the system, {read}, regardless of "
+        "the seeds in main. Make the generator from a seed",
     )
 
 
@@ -277,8 +277,8 @@ def _draws(case: Case) -> Iterator[Cause]:
     if case.is_apart:
         yield Cause(
             "one generator for several roles",
-            f"random numbers that several roles draw: the generator of {moved[0]}, which they share on one worker and "
-            f"not apart. {_own_generator(moved[0])}",
+            f"random numbers that several roles draw: the generator of {moved[0]}, which they share on one worker, "
+            f"but not on separate workers. {_own_generator(moved[0])}",
         )
     driver = [seen for run in (case.here, case.there) for seen in run if set(moved) & set(seen.drawn_before)]
     if driver:
@@ -290,8 +290,8 @@ def _draws(case: Case) -> Iterator[Cause]:
     yield Cause(
         "seed",
         f"random numbers: the generator of {moved[0]} has different states in the two runs before the method draws "
-        "from it. Only in one run, something drew from it or seeded it, such as an earlier call, a library or the "
-        f"time. {_own_generator(moved[0])}",
+        "from it. In only one run, something drew from it or seeded it: an earlier call, a library or the time. "
+        f"{_own_generator(moved[0])}",
     )
 
 
@@ -324,7 +324,7 @@ def _rank(case: Case) -> Iterator[Cause]:
         read = next((one for one in found if any(repr(name) in one.how for name in ranks)), None)
     if read is not None:
         told = f"{_ROWS}, or on which rank has them" if case.tolerance else "the result depends on the worker"
-        yield Cause("rank", f"rank-dependent code: {told}: the role asks who it is, {read}")
+        yield Cause("rank", f"rank-dependent code: {told}: the role reads which worker it is, {read}")
 
 
 _OUTSIDE = {  # what is read: the kind, and what to do
@@ -360,8 +360,8 @@ def _settings(case: Case) -> Iterator[Cause]:
         if read.what == ENVIRONMENT and (names or not in_role):
             yield Cause(
                 "environment variable",
-                f"{_outside_words(case)}: an environment variable that is set otherwise there, {read}. Pass its value "
-                "as an argument, or add it to the group's env",
+                f"{_outside_words(case)}: an environment variable that is set differently there, {read}. Pass its "
+                "value as an argument, or add it to the group's env",
             )
         if read.what == FOLDER and "working folder" in unlike:
             yield Cause(
@@ -492,7 +492,7 @@ def _rounding(case: Case) -> Iterator[Cause]:
     yield Cause(
         "order of sums",
         f"the order in which real numbers are added up{threads}. The runs differ by {case.unlike.size:.1e} of the "
-        "numbers' size, which is rounding and no mistake",
+        "numbers' size, which is rounding, not a mistake",
     )
 
 

@@ -168,7 +168,7 @@ _PAIRS = (  # the second of a pair is compared with the first, by this tolerance
     ("two workers", TWO_APART, 0.0),  # where each role has two
     ("one worker, strict", TWO_APART, TOLERANCE),
 )
-_MEET = "its workers meet in collectives, for which they need their own processes"
+_MEET = "its workers call collectives, which need separate processes"
 
 
 def _pairs(runs: Collection[str], *, alike: bool) -> list[tuple[str, str, float]]:

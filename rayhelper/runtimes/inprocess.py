@@ -113,8 +113,8 @@ class SimulatedWorker(WorkerRuntime):
     def init_process_group(self, backend: str | None, timeout_s: float) -> None:
         if self.info.world_size > 1:
             error = ProcessesNeededError(
-                f"RayHelper.init_process_group was called on {self.describe()}: the {self.info.world_size} workers of "
-                "runtime='inprocess' run one after the other. A collective needs them at the same time. Use torchrun "
+                f"RayHelper.init_process_group was called on {self.describe()}: the {self.info.world_size} workers "
+                "of runtime='inprocess' run one after another. A collective needs them at the same time. Use torchrun "
                 "or Ray, or one worker per group."
             )
             error.group = self.info.group

@@ -33,8 +33,8 @@ def validate_collect(collect: Any) -> None:
     if not (callable(collect) or collect in ("none", "flatten")):
         told = " (it is a value of execute)" if collect in ("first", "all") else ""
         raise DecorationError(
-            f"collect={collect!r} is unknown{told}. Use 'none' (the list of values), 'flatten' (the values laid end to "
-            "end), or a callable f(values)."
+            f"collect={collect!r} is unknown{told}. Use 'none' (the list of values), 'flatten' (the values joined in "
+            "order), or a callable f(values)."
         )
     if callable(collect) and not accepts(collect, []):
         raise DecorationError(

@@ -78,8 +78,8 @@ def _pass(generator: Any, where: str, what: str) -> None:
     if before[0] is generator and before[1] == state:
         raise DispatchError(
             f"{where}: {what} is a random generator that was passed before. Workers draw from a copy, so they would "
-            "draw the same numbers again. With Ray off the numbers continue. Make the generator in the role, or pass "
-            "a new one, or a seed, with each call."
+            "draw the same numbers again. With Ray off, the generator continues. Make the generator in the role, or "
+            "pass a new one, or a seed, with each call."
         )
 
 

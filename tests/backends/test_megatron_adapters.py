@@ -382,7 +382,7 @@ REFUSED: dict[str, tuple[str, Lora, int, str]] = {
     "field": ("llama", {"use_dora": True}, 1, "use_dora.*lora_alpha"),
     "pattern": ("llama", {"target_modules": ".*_proj"}, 1, "not a pattern"),
     "head": ("llama", {"target_modules": ["q_proj", "lm_head"]}, 1, "lm_head.*down_proj.*q_proj"),
-    "experts": ("qwen2_moe", {"target_modules": ["up_proj"]}, 1, r"experts have too.*shared_expert\.up.*target_param"),
+    "experts": ("qwen2_moe", {"target_modules": ["up_proj"]}, 1, r"experts also have.*shared_expert\.up.*target_param"),
     "some": (
         "qwen3_moe",
         {"target_modules": ["mlp.up_proj", "q_proj"]},

@@ -142,9 +142,9 @@ def test_without_torchvision_videos_are_refused_with_the_remedy(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"rollout_engine": "vllm"}, "rollout_engine: vllm, written or taken by auto, shows no videos"),
-        ({"teacher_engine": "vllm"}, "teacher_engine: vllm shows no videos to a model. Write teacher_engine: hf"),
-        ({"has_environment": True}, "environments and tools show no videos"),
+        ({"rollout_engine": "vllm"}, "rollout_engine: vllm, written or chosen by auto, passes no videos"),
+        ({"teacher_engine": "vllm"}, "teacher_engine: vllm passes no videos to a model. Write teacher_engine: hf"),
+        ({"has_environment": True}, "environments and tools pass no videos"),
     ],
 )
 def test_who_shows_no_videos_says_what_to_write(keys: dict[str, Any], told: str) -> None:

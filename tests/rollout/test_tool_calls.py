@@ -184,7 +184,7 @@ def test_without_vllm_trl_knows_the_template_or_the_remedy_is_told(monkeypatch: 
 
 def test_what_fits_nothing_is_refused_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
     unknown = tokenizer_of("qwen", "{{ tools }}{% for call in message.tool_calls %}CALL{{ call }}{% endfor %}")
-    with pytest.raises(ValueError, match=r"form that is not known. Set tool_call_parser to the name"):
+    with pytest.raises(ValueError, match=r"unknown form. Set tool_call_parser to the name"):
         tool_call_parser("auto", unknown, SCHEMAS)
     with pytest.raises(ValueError, match="the tokenizer has no response_template"):
         tool_call_parser("hf", unknown, SCHEMAS)

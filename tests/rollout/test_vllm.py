@@ -160,7 +160,7 @@ def test_the_length_of_the_model_ends_a_completion_where_sampling_clips(sampling
     free = dataclasses.replace(clipped, clips=False)
     alone = sampling_engine.generate(Prompts(Ragged.of([[5, 6]], np.int64)), free, seed=1)
     assert rollouts.completion_ids[1].tolist() == alone.completion_ids[0].tolist()
-    with pytest.raises(ConfigError, match="no token has room"):
+    with pytest.raises(ConfigError, match="there is no room for a completion"):
         sampling_engine.submit(Prompts(Ragged.of([[5] * length], np.int64)), clipped, seed=1)
 
 
@@ -471,7 +471,7 @@ def test_level_2_never_generates_before_its_weights_are_loaded() -> None:
         engine.submit(prompts_of(), GREEDY, seed=0)
     engine.wake("weights")
     engine.wake("kv_cache")
-    with pytest.raises(RuntimeError, match="load_weights comes first"):
+    with pytest.raises(RuntimeError, match="call load_weights first"):
         engine.submit(prompts_of(), GREEDY, seed=0)
     engine.load_weights([])
     engine._check_awake()

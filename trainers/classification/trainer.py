@@ -164,5 +164,5 @@ def check_classifier(config: ClassificationConfig) -> None:
     if is_classifier and found.num_labels != config.num_labels:
         raise ConfigError(
             f"num_labels is {config.num_labels}, but {config.model!r} is a classifier of {found.num_labels} labels. "
-            f"Write num_labels: {found.num_labels}, or take the model that it was made from."
+            f"Write num_labels: {found.num_labels}, or use the model that it was trained from."
         )

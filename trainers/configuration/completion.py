@@ -168,7 +168,7 @@ def check_model_len(config: CompletionConfig) -> None:
         raise ConfigError("vllm_clip_completions ends completions at vllm_max_model_len. Set that, or remove it.")
     if config.vllm_clip_completions and isinstance(length, int) and 0 <= length <= (prompt or 0):
         raise ConfigError(
-            f"{told} has no room for a token behind a prompt of {prompt}: raise it, or lower max_prompt_length."
+            f"{told} has no room for a token after a prompt of {prompt}: raise it, or lower max_prompt_length."
         )
     if config.vllm_clip_completions:
         return
@@ -202,8 +202,7 @@ def check_engine(config: CompletionConfig) -> None:
             raise ConfigError(
                 f"vllm_engine_kwargs: {{quantization: {config.vllm_engine_kwargs['quantization']}}}: an engine "
                 "that quantizes weights while it loads them cannot take new weights of the policy. Remove it; or "
-                "train an adapter and set vllm_enable_lora: true, by which the engine "
-                "keeps its weights."
+                "train an adapter and set vllm_enable_lora: true, with which the engine keeps its weights."
             )
         check_said_once(config)
         return

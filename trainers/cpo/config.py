@@ -81,7 +81,7 @@ class CPOConfig(PairConfig):
         super().__post_init__()
         at_least(self, 0, "cpo_alpha", "simpo_gamma")
         if not -10 <= self.alpha <= 10:
-            raise ConfigError(f"alpha must lie in [-10, 10], got {self.alpha}: beyond it rewards are no finite numbers")
+            raise ConfigError(f"alpha must lie in [-10, 10], got {self.alpha}: outside of it, rewards are not finite")
         if not 0 <= self.label_smoothing < 0.5:
             raise ConfigError(f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}")
         if self.loss_type in ("hinge", "ipo"):

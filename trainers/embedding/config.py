@@ -88,7 +88,7 @@ class EmbeddingConfig(TrainConfig):
             raise ConfigError(f"infonce_temperature must be above 0, got {self.infonce_temperature}")
         if self.backend == "megatron" and self.has_adapter:
             raise ConfigError(
-                "backend: megatron trains embedding models whole, and no adapter of them. Write tuner_type: full, or "
+                "backend: megatron trains all weights of embedding models, and no adapter. Write tuner_type: full, or "
                 "backend: fsdp"
             )
         if self.loss_type != "infonce":

@@ -134,7 +134,7 @@ def check_gkd(config: GKDConfig) -> None:
     _check_unused(config)
     check_episodes(config, config.max_turns, "environment")
     if config.has_environment and not config.lmbda:
-        raise ConfigError("environment answers the student's completions, but lmbda=0 asks for none. Raise it.")
+        raise ConfigError("environment answers the student's completions, but with lmbda=0 there are none. Raise it.")
     if config.drop_long_prompts and config.uses_responses:
         raise ConfigError(
             f"drop_long_prompts only drops prompts, and lmbda={config.lmbda} learns from the dataset's responses too. "
@@ -150,7 +150,9 @@ def _check_teacher_engine(config: GKDConfig) -> None:
             raise ConfigError("teacher_engine_kwargs is for teacher_engine: vllm; set that, or remove it")
         return
     if config.teacher_model is None:
-        raise ConfigError("teacher_engine: vllm is for a teacher_model, and there is none: remove it, or set that")
+        raise ConfigError(
+            "teacher_engine: vllm is for a teacher_model, and there is none: remove it, or set teacher_model"
+        )
     if config.gkd_logits_topk is None:
         raise ConfigError(
             "teacher_engine: vllm gives the teacher's most probable tokens, not the whole vocabulary: set "
@@ -186,9 +188,11 @@ def _check_teacher_length(config: GKDConfig, length: int) -> None:
 
 def _check_unused(config: GKDConfig) -> None:
     if config.max_staleness and not config.lmbda:
-        raise ConfigError("max_staleness is of the student's completions, but lmbda=0 asks for none. Raise it.")
+        raise ConfigError(
+            "max_staleness applies to the student's completions, but with lmbda=0 there are none. Raise it."
+        )
     if config.seq_kd and config.lmbda == 1:
-        raise ConfigError("seq_kd is set, but lmbda=1 takes the student's completions on every step. Lower lmbda.")
+        raise ConfigError("seq_kd is set, but lmbda=1 uses the student's completions on every step. Lower lmbda.")
     if config.seq_kd and config.teacher_model is None:
         raise ConfigError("seq_kd lets the teacher complete prompts; set teacher_model")
     if config.sft_alpha and not config.uses_responses:

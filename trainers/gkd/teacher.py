@@ -70,7 +70,7 @@ class GKDTeacher(Teacher):
             shard = student.shard
             RayHelper.shard(shard.index, shard.count, leader=shard.leader)
             return student.built
-        assert tokenizer is not None, "a teacher of its own reads the student's tokens"
+        assert tokenizer is not None, "a separate teacher reads the student's tokens"
         reader = load_tokenizer(config, tokenizer)
         if config.teacher_engine == "vllm":
             hosted = VllmTeacher(config, model, reader, shares_devices=shares_devices())
@@ -174,7 +174,7 @@ def check_vllm_teacher(config: GKDConfig, groups: DeviceGroups | None) -> None:
 def _check_tensor_parallel_size(size: Any, groups: DeviceGroups | None) -> None:
     told = f"teacher_engine_kwargs: tensor_parallel_size={size}"
     if type(size) is not int or size < 1:
-        raise ConfigError(f"{told} is no number of workers")
+        raise ConfigError(f"{told} is not a number of workers")
     others = [] if groups is None else [groups.group_of("train"), groups.group_of("rollout")]
     if size > 1 and (groups is None or groups.group_of("teacher") in others):
         raise ConfigError(f"{told}: workers with other roles have a slice each. Give role teacher its own group.")

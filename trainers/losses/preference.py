@@ -127,7 +127,7 @@ def check_preference_options(
         )
     if reference_free and f_divergence_type != "reverse_kl":
         raise ValueError(
-            f"f_divergence_type={f_divergence_type!r} measures the way from a reference: pass ref_logps_BT"
+            f"f_divergence_type={f_divergence_type!r} measures the distance from a reference: pass ref_logps_BT"
         )
     unweighted = set(types) & (SORTING_LOSSES | {"sft"})
     if use_weighting and unweighted:

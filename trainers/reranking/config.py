@@ -78,7 +78,7 @@ class RerankingConfig(TrainConfig):
         if not self.is_generative:
             unread(self, f"task_type is {self.task_type}", *OF_WORDS)
         elif self.use_chat_template is False:
-            raise ConfigError("a generative_reranker is asked by its chat template. Remove use_chat_template")
+            raise ConfigError("a generative_reranker gets its question by the chat template. Remove use_chat_template")
 
     @property
     def is_generative(self) -> bool:

@@ -224,7 +224,7 @@ def _check_engine(config: SamplingConfig) -> None:
     if config.engine == "no" and not config.cache_files:
         raise ConfigError("sampler_engine no samples nothing; name the outputs of an earlier run in cache_files")
     if config.sampler_type == "distill" and config.engine in LOCAL:
-        raise ConfigError("sampler_type distill asks a server for its reasoning; set sampler_engine client")
+        raise ConfigError("sampler_type distill requests the server's reasoning; set sampler_engine client")
     if config.stop_token_ids and config.engine not in LOCAL:
         raise ConfigError(
             f"stop_token_ids is for sampler_engine hf and vllm; sampler_engine is {config.sampler_engine}. A server "

@@ -87,7 +87,7 @@ class SFTConfig(TrainConfig):
         if scale is not None and scale.base != "all" and self.completion_only_loss is False:
             raise ConfigError(f"loss_scale {self.loss_scale} learns only answers; remove completion_only_loss: false")
         if scale is not None and scale.base == "all" and self.completion_only_loss:
-            raise ConfigError("loss_scale all learns every token; remove completion_only_loss")
+            raise ConfigError("with loss_scale all, the loss covers every token; remove completion_only_loss")
         at_least(self, 1, "shuffle_buffer_size")
         if self.streaming and self.max_steps <= 0:
             raise ConfigError("streaming reads rows during the run, so their number is not known: set max_steps.")
@@ -102,7 +102,7 @@ class SFTConfig(TrainConfig):
         if not (self.streaming and self.shuffle_dataset):
             unread(self, "rows are not drawn from a stream's buffer", "shuffle_buffer_size")
         if scale is not None and self.assistant_only_loss:
-            raise ConfigError("assistant_only_loss and loss_scale both say which turns are learned; remove one of them")
+            raise ConfigError("assistant_only_loss and loss_scale both set which turns are learned; remove one of them")
         if self.packing and self.truncation_mode == "keep_end":
             raise ConfigError(f"packing keeps the start of long documents; truncation_mode is {self.truncation_mode!r}")
 

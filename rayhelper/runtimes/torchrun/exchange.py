@@ -206,7 +206,7 @@ class Exchange:
             if not self.codes.fits(bytes(whole[:TAG_BYTES]), source, number, whole[TAG_BYTES:]):
                 raise _ForgedError(
                     f"the message in the place of rank {source} was not made with this run's key, and was not read. "
-                    f"Either {VARIABLE} is not the same on all nodes, or somebody else writes to the run's store"
+                    f"Either {VARIABLE} is not the same on all nodes, or another program writes to the run's store"
                 )
         values = [whole[TAG_BYTES:] for whole in received]
         return [(unpack(pickle.loads(value[1:]), writable=True), bool(value[0])) for value in values]

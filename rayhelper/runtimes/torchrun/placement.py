@@ -152,7 +152,7 @@ class SpmdPlacement:
             if not awaited.is_given_up:
                 raise RoleError(
                     f"{self.identity.title(method)} is called while an awaited call is in flight, and the workers "
-                    "share a process group. Their collectives would meet in another order on each process. Await the "
+                    "share a process group. Each process would run their collectives in a different order. Await the "
                     "other call first."
                 )
             awaited.wait()  # nobody else can

@@ -60,7 +60,7 @@ def engine_mistake(further: Mapping[str, Any], *, has_adapter: bool) -> str | No
     if chosen == LOCAL:
         reason = f"transformer_impl is {LOCAL}"
     elif has_adapter:
-        reason = "an adapter stands beside megatron-core's own layers"
+        reason = "an adapter is added to megatron-core's own layers"
     if reason is not None:
         return f"{asked[0]} needs layers of TransformerEngine, but {reason}. Remove it{as_there(asked[0])}."
     of_fp8 = [name for name in FP8_FIELDS if name in further]

@@ -77,7 +77,8 @@ def mean_as_there(given: GivenKeys, config_type: type, defaults: Mapping[str, An
     _scales(given)
     if given.get("dynamic_sample") is True and "dynamic_sample" in given.known:
         given.notes["max_resample_times"] = (
-            "after so many draws prompts rewarded alike fill the generation; ms-swift then takes its first draw whole"
+            "after this number of draws, prompts with equal rewards fill the generation; ms-swift then uses its "
+            "whole first draw"
         )
     if given.get("top_k") == -1:  # all tokens
         given.values["top_k"] = 0
@@ -124,8 +125,8 @@ def _pairs(given: GivenKeys) -> None:
         given.values["bco_shift"], given.where["bco_shift"] = True, given.where["loss_type"]
         given.origins["bco_shift"] = "loss_type bco_pair"
         given.notes["loss_type"] = (
-            "bco_pair shifts rewards by their mean over optimizer steps; that of ms-swift counts each micro-batch, and "
-            "those of evaluations too"
+            "bco_pair shifts rewards by their mean over optimizer steps; ms-swift's mean counts each micro-batch, "
+            "also in evaluations"
         )
     if "ipo" in types and len(types) > 1:
         given.refuse(
@@ -231,7 +232,7 @@ def _routers(given: GivenKeys) -> None:
     kind = router.class_of(config)
     if kind is not None and router.lacks_loss(kind, config):
         given.take(name)
-        given.notes[name] = f"{kind.__name__} of transformers adds no such loss, in ms-swift neither"
+        given.notes[name] = f"{kind.__name__} of transformers adds no such loss, also not in ms-swift"
 
 
 def _positions(given: GivenKeys) -> None:

@@ -203,7 +203,7 @@ HINTS = {
     "masked_softmax_fusion": "attention is one kernel, with its scale, mask and softmax",
     "offload_bridge": "weights are converted a tensor at a time",
     "linear_decoupled_in_proj": "without fp8 it changes no number, and layers of the gated delta rule have none",
-    "model_type": "the model's own config.json says it",
+    "model_type": "the model's config.json sets it",
     "ddp_find_unused_parameters": "every weight of the model is used",
     "use_liger_kernel": _KERNELS,
     "use_logits_to_keep": _KERNELS,
@@ -243,8 +243,8 @@ _MEGATRON_ONLY = "it is a setting of Megatron's. Write backend: megatron beside 
 _BRIDGE = "weights are converted by the backend itself, tensor by tensor. Remove it"
 _ADAPTERS = "merge the adapter into its model and name the folder as model"
 _TEMPLATE = "the tokenizer's own chat template is used. Remove it, or write another as chat_template"
-_VERL = "it is a section of verl and siiRL. rayhelper translate FILE --from verl writes such a file in our keys"
-_ROLL = "it is a section of ROLL. rayhelper translate FILE --from roll writes such a file in our keys"
+_VERL = "it is a section of verl and siiRL. rayhelper translate FILE --from verl writes such a file in RayHelper's keys"
+_ROLL = "it is a section of ROLL. rayhelper translate FILE --from roll writes such a file in RayHelper's keys"
 _SOFT = "it belongs to the reward soft_overlong. Name that in reward_funcs"
 _COSINE = "it belongs to the reward cosine. Name that in reward_funcs"
 _REPETITION = "ms-swift's reward counts repeated words, TRL's repeated tokens. Write reward_funcs: [{name: "
@@ -329,7 +329,7 @@ REFUSED = {
     "agent_template": _TEMPLATE,
     "use_hf": "models and data come from folders or the Hugging Face hub. Remove it",
     # data
-    "streaming": "SFT and pretraining stream; this trainer reads its rows whole. Write streaming: false",
+    "streaming": "SFT and pretraining stream; this trainer reads all rows at the start. Write streaming: false",
     "loss_scale": "this trainer learns the last answer, which is loss_scale last_round. Write that, or remove it",
     "data_seed": "seed is also the seed of the data. Remove it, or write the same number",
     "train_dataloader_shuffle": "shuffle_dataset sets the order of rows. Write that key, or defaults: ms-swift "

@@ -61,8 +61,8 @@ def lift_sections(given: GivenKeys, spoken: Mapping[tuple[str, ...], str]) -> di
         twice = [name for name in twice if _is_spoken(name, spoken)]
     if has_groups and twice:
         given.mistakes.append(
-            f"{given.where[twice[0]] if not is_replaced else COMMAND_LINE}: device_groups and {', '.join(twice)} both "
-            "say where roles run; move everything into device_groups"
+            f"{given.where[twice[0]] if not is_replaced else COMMAND_LINE}: device_groups and {', '.join(twice)} "
+            "both set where roles run; move everything into device_groups"
         )
     for name in sections:
         del given.values[name]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainers.data.images.pictures import DATA_URI, FILE_URI, PATH_KEYS, URL, Medium, is_base64, pictures_of
+from trainers.data.images.pictures import ADDRESS, DATA_URI, FILE_URI, PATH_KEYS, Medium, is_base64, pictures_of
 from trainers.data.images.videos import VIDEO_KEYS, Video, video_of, videos_of
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def placed(
     if not spoken:
         for kind in kinds:
             raise ValueError(
-                f"the row has {len(columns[kind])} {kind}s and no conversation that says where they stand: its text is "
-                "no list of messages. Write messages, or set system: '' to make conversations of texts"
+                f"the row has {len(columns[kind])} {kind}s, but no messages that give them a place: its text is not "
+                "a list of messages. Write messages, or set system: '' to make conversations of texts"
             )
         return dict(row), ()
     turns = {name: [dict(message) for message in row[name]] for name in spoken}
@@ -108,7 +108,7 @@ def picture_mistake(
         for token in tokens:
             if any(token in text for text in _texts(row.get(name))):
                 kind = "sound" if "audio" in token.lower() else "picture"
-                return name, f"a text holds {token!r}, which stands for a part of a {kind}"
+                return name, f"a text holds {token!r}, which is reserved for a part of a {kind}"
     column = next((name for name in COLUMNS if row.get(name)), None)
     told = column or next((name for name in CONVERSATIONS if isinstance(row.get(name), list)), "images")
     try:
@@ -271,7 +271,7 @@ def _moved(value: Any, folder: Path) -> Any:
         return [_moved(item, folder) for item in value]
     if isinstance(value, Mapping):
         return {key: _moved(item, folder) if key in (*PATH_KEYS, *VIDEO_KEYS) else item for key, item in value.items()}
-    if not isinstance(value, str) or is_base64(value) or URL.match(value) or DATA_URI.match(value):
+    if not isinstance(value, str) or is_base64(value) or ADDRESS.match(value) or DATA_URI.match(value):
         return value
     path = Path(value.removeprefix(FILE_URI)).expanduser()
     there = folder.absolute() / path

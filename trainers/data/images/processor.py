@@ -53,11 +53,9 @@ def is_vision(configuration: Any) -> bool:
     return has_tower and getattr(kind, "config_class", None) is type(configuration)
 
 
-def language_class(configuration: Any) -> Any:
-    """transformers' class that builds the whole of a model: with its vision tower, if it has one."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText if is_vision(configuration) else AutoModelForCausalLM
+def is_speaking(configuration: Any) -> bool:
+    """Whether a model of this configuration also speaks, and has a thinker that sees."""
+    return seeing_part(configuration) is not configuration and is_vision(configuration)
 
 
 def load_processor(
@@ -106,7 +104,7 @@ def load_processor(
         marks = (getattr(processor.tokenizer, name, None) for name in ("audio_token", "audio_bos_token"))
         processor.sound_tokens = [mark for mark in marks if mark]
     if not getattr(processor, "image_token", None):
-        raise ValueError(f"{kind.__name__} has no token that stands for a picture in a text")
+        raise ValueError(f"{kind.__name__} has no token for a picture in a text")
     return processor
 
 
@@ -117,7 +115,7 @@ def video_refusal(model: str, *, trust_remote_code: bool = False) -> str | None:
         named = getattr(kind, "__name__", "the processor")
         return f"{named} of {model!r} has no part for videos. Take a model with videos, such as Qwen2.5-VL"
     if hears:
-        return f"the videos of {model!r}, which also hears, are not shown here. Take a model such as Qwen2.5-VL"
+        return f"videos of {model!r} are not supported, as it is also an audio model. Use a model such as Qwen2.5-VL"
     if find_spec("torchvision") is None:
         return (
             "transformers processes videos with torchvision, which is not installed. Run pip install torchvision (the "

@@ -390,9 +390,9 @@ class VllmEngine:
 
     def _check_awake(self) -> None:
         if self._is_asleep:
-            raise RuntimeError("the engine sleeps: wake('weights') and wake('kv_cache') come first")
+            raise RuntimeError("the engine sleeps: call wake('weights') and wake('kv_cache') first")
         if not self._has_weights:
-            raise RuntimeError("sleep level 2 dropped the engine's weights: load_weights comes first")
+            raise RuntimeError("sleep level 2 dropped the engine's weights: call load_weights first")
 
     def _next_version(self) -> int:
         """Of the weights that drew what the next step gives out."""

@@ -52,10 +52,10 @@ _FIXED = {
         ("structured_outputs", "thinking_token_budget"), "vLLM has no tokenizer here, and needs one for it"
     ),
     **dict.fromkeys(("output_kind", "stream_interval", "skip_clone"), "completions are given out whole"),
-    "ignore_eos": "stop tokens say where completions end",
+    "ignore_eos": "stop tokens end completions",
     "repetition_detection": "a completion ends with a stop token, or with max_completion_length",
     "trace_decode_token_ids": "completions are drawn",
-    "routed_experts_prompt_start": "the experts of tokens are not given out",
+    "routed_experts_prompt_start": "vLLM does not return the experts of tokens",
 }
 
 
@@ -78,7 +78,7 @@ def checked_engine_kwargs(given: Mapping[str, Any], *, key: str = "vllm_engine_k
         given = {**given, "limit_mm_per_prompt": plain(limit)}
     taken = dict.fromkeys(_TAKEN, "other keys or the trainer set it.")
     taken["mm_processor_kwargs"] = "write image_processor_kwargs, which the trainer reads too."
-    taken["patches"] = "it is no field of vLLM's. Write the key vllm_patches, outside of any section."
+    taken["patches"] = "it is not a field of vLLM. Write the key vllm_patches, outside of any section."
     check_fields(given, key, "vLLM's EngineArgs", types, taken)
     for name in _ONE:
         if given.get(name) not in (None, 1):
@@ -213,8 +213,8 @@ def check_fits(prompts: Prompts, sampling: Sampling, length: int) -> None:
     longest = int(prompts.prompt_ids.lengths.max(initial=0))
     if sampling.clips and longest >= length:
         raise ConfigError(
-            f"the longest prompt has {longest} tokens, and vLLM's max_model_len is {length}, so that no token has room "
-            "behind it. Set max_prompt_length, or raise vllm_max_model_len."
+            f"the longest prompt has {longest} tokens, and vLLM's max_model_len is {length}, so there is no room for "
+            "a completion. Set max_prompt_length, or raise vllm_max_model_len."
         )
     if not sampling.clips and longest + sampling.max_completion_length > length:
         raise ConfigError(

@@ -108,7 +108,7 @@ def test_what_cannot_work_is_told_before_anything_starts(changed: dict[str, Any]
 def test_what_an_earlier_run_left_is_not_written_over_unasked(tmp_path: Path) -> None:
     settings = {"output_dir": str(tmp_path)}
     (tmp_path / "samples.jsonl.ledger").touch()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         SamplingTrainer.check(config(**settings), None)
     SamplingTrainer.check(config(**settings, resume=True), None)
     SamplingTrainer.check(config(**settings, override_exist_file=True), None)

@@ -341,7 +341,7 @@ def test_a_script_of_siirl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     meant |= {"model": "/home/someone/models/m", "generation_batch_size": 256, "shuffle_dataset": False}
     assert {key: found[key] for key in meant} == meant
     assert "policy_drift_coeff: it belongs to CPGD" in err
-    assert "sequence_parallel: theirs is not read" in err
+    assert "sequence_parallel: verl does not read it" in err
     assert checked(out, tmp_path).gradient_checkpointing is True
 
 

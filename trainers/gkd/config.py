@@ -30,7 +30,7 @@ class GKDConfig(CompletionConfig):
     """Further arguments of the teacher's AutoModelForCausalLM.from_pretrained."""
     teacher_engine: Literal["hf", "vllm"] = "hf"
     """The engine of the teacher_model. hf: transformers, as for the student. vllm: vLLM, which is installed separately.
-    It gives only the top ``gkd_logits_topk`` tokens."""
+    It returns only the top ``gkd_logits_topk`` tokens."""
     teacher_engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Fields of vLLM's EngineArgs for ``teacher_engine: vllm``, such as {max_model_len: 8192}. tensor_parallel_size is
     the number of teacher workers that hold one model together."""

@@ -245,7 +245,7 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp", *, scores
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if backend == "fsdp" and seeing_part(configuration) is not configuration:
-        remedy = "Take another model." if scores else "Write backend: megatron, which trains it in SFT, DPO and KTO."
+        remedy = "Use another model." if scores else "Write backend: megatron, which trains it in SFT, DPO and KTO."
         raise ConfigError(
             f"model: {model!r} ({configuration.model_type}) is also an audio model. backend: fsdp has no class that "
             f"trains only its text and vision part. {remedy}"
@@ -260,7 +260,7 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp", *, scores
     if backend == "fsdp" and kind is None and is_known and not scores:
         raise ConfigError(
             f"model: {model!r} is of the type {configuration.model_type}, which neither AutoModelForCausalLM nor "
-            "AutoModelForImageTextToText of transformers can build. Take a language model or a vision model."
+            "AutoModelForImageTextToText of transformers can build. Use a language model or a vision model."
         )
     if towers and kind is not None and getattr(kind, "config_class", None) is not type(configuration):
         raise ConfigError(
@@ -281,12 +281,12 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
         if found.model_type in SPEAKING and gives_values(config):
             raise ConfigError(
                 f"model: {config.model!r} ({found.model_type}) is also an audio model, and has no linear head (reward "
-                "models, classifiers, critics). Take another vision model."
+                "models, classifiers, critics). Use another vision model."
             )
         if found.model_type in SPEAKING and hasattr(config, "rollout_engine"):
             raise ConfigError(
                 f"model: {config.model!r} ({found.model_type}) is also an audio model, and no engine completes prompts "
-                "for such a model here. Train it in SFT, DPO or KTO, or take another vision model."
+                "for such a model here. Train it in SFT, DPO or KTO, or use another vision model."
             )
         rates = [name for name in ("vit_lr", "aligner_lr") if getattr(config, name) is not None]
         if rates and not config.learning_rate:

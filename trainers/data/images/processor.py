@@ -115,7 +115,7 @@ def video_refusal(model: str, *, trust_remote_code: bool = False) -> str | None:
     kind, _, hears = _kind_of(model, trust_remote_code)
     if kind is None or VIDEOS not in kind.get_attributes():
         named = getattr(kind, "__name__", "the processor")
-        return f"{named} of {model!r} has no part for videos. Take a model with videos, such as Qwen2.5-VL"
+        return f"{named} of {model!r} has no part for videos. Use a model with videos, such as Qwen2.5-VL"
     if hears:
         return f"videos of {model!r} are not supported, as it is also an audio model. Use a model such as Qwen2.5-VL"
     if find_spec("torchvision") is None:

@@ -145,15 +145,15 @@ def check_model_on_cpu(
         if whole.model_type in WHOLE or is_seen_whole:
             raise ConfigError(
                 f"{key}: vllm cannot run {whole.model_type} on a CPU. Tokens of its pictures attend to the whole "
-                f"picture, but there vLLM uses only the tokens before them. Take {key}: hf, or a GPU."
+                f"picture, but there vLLM uses only the tokens before them. Use {key}: hf, or a GPU."
             )
     kind = getattr(config, "model_type", "")
     if kind in NOT_ON_CPU:
-        raise ConfigError(f"{key}: vllm cannot run {kind} on a CPU: {NOT_ON_CPU[kind]}. Take {key}: hf, or a GPU.")
+        raise ConfigError(f"{key}: vllm cannot run {kind} on a CPU: {NOT_ON_CPU[kind]}. Use {key}: hf, or a GPU.")
     if unknown := _head_sizes(config) - set(HEADS_ON_CPU):
         raise ConfigError(
             f"{key}: vllm cannot run {kind} on a CPU with attention heads of size {min(unknown)}: there vLLM "
-            f"has only the sizes {', '.join(map(str, HEADS_ON_CPU))}. Take {key}: hf, or a GPU."
+            f"has only the sizes {', '.join(map(str, HEADS_ON_CPU))}. Use {key}: hf, or a GPU."
         )
     if kind not in DELTA_ON_CPU:
         if dtype != "float32":
@@ -163,7 +163,7 @@ def check_model_on_cpu(
     if dtype != "bfloat16" or widths != (DELTA_WIDTH, DELTA_WIDTH):
         raise ConfigError(
             f"the vllm engine on a CPU runs {kind} only in bfloat16, with gated delta heads of {DELTA_WIDTH}. Here "
-            f"dtype is {dtype}, and the heads have {widths[0]} and {widths[1]}. Set dtype: bfloat16, or take "
+            f"dtype is {dtype}, and the heads have {widths[0]} and {widths[1]}. Set dtype: bfloat16, or use "
             f"{key}: hf, or a GPU."
         )
 

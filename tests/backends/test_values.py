@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
 
 from tests.backends.batches import largest_difference, samples_of
@@ -67,6 +69,22 @@ def test_the_first_token_may_be_valued_but_not_predicted(folder: str) -> None:
     )
     with pytest.raises(ValueError, match="cannot be a target"):
         FsdpBackend(folder, head="value").token_values(first, micro_batch_size=1)
+
+
+def test_a_head_that_is_drawn_is_no_news_and_other_weights_are(
+    folder: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers prints a table of the weights that a language model's files lack, and of its head beside."""
+    FsdpBackend(save_tiny(tmp_path / "language"), head="value")
+    assert "LOAD REPORT" not in "".join(capfd.readouterr())
+    assert not caplog.messages
+    part = tmp_path / "part"
+    shutil.copytree(folder, part)
+    weights = load_file(part / "model.safetensors")
+    del weights["model.norm.weight"], weights["score.weight"]
+    save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
+    FsdpBackend(str(part), head="value")
+    assert caplog.messages == [f"{part}: its files lack model.norm.weight, which are drawn at random"]
 
 
 def squared_loss(values_BT: torch.Tensor, mask_BT: torch.Tensor, micro: Samples, metrics: Metrics) -> torch.Tensor:

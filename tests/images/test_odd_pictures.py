@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -20,10 +22,10 @@ from tests.golden.tiny import tiny_tokenizer
 from tests.images.test_sft import turns
 from trainers.backends.fsdp.hf_model import build_model
 from trainers.backends.fsdp.vision.pixels import Vision
-from trainers.data.images.conversations import picture_mistake
+from trainers.data.images.conversations import picture_mistake, placed
 from trainers.data.images.processor import ImageReader, load_processor
 from trainers.data.rows import tokenize_prompts
-from trainers.data.sources import read_files
+from trainers.data.sources import read_files, read_source
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.sft.trainer import SFTTrainer
 
@@ -112,6 +114,55 @@ def test_a_thin_picture_is_told_before_the_first_step_or_left_out(tmp_path: Path
 
 
 PAD = "<|image_pad|>"
+KINDS: dict[str, Any] = {
+    "path": "0.png",
+    "Path": Path("0.png"),
+    "bytes": png(0),
+    "PIL": picture(0),
+    "base64": base64.b64encode(png(0)).decode(),
+    "lines of base64": base64.encodebytes(png(0)).decode(),
+    "mapping of bytes": {"bytes": png(0), "path": None},
+    "mapping of a path": {"path": "0.png"},
+    "mapping of a PIL.Image": {"image": picture(0)},
+}
+
+
+@pytest.mark.parametrize("first", KINDS)
+def test_rows_in_memory_may_hold_pictures_of_any_kinds(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first kind in one row and another in the next, in the column and in parts of messages."""
+    monkeypatch.chdir(tmp_path)
+    Path("0.png").write_bytes(png(0))
+    for other in KINDS.values():
+        values = [KINDS[first], other]
+        in_parts = [[{"type": "image", "image": one}, {"type": "text", "text": "?"}] for one in values]
+        for rows in (
+            [{"messages": turns("<image>?", "a"), "images": [one]} for one in values],
+            [{"messages": turns("<image>?", "a"), "images": one} for one in (values[0], values[1:])],
+            [{"messages": [{"role": "user", "content": parts}, turns("", "a")[1]]} for parts in in_parts],
+        ):
+            found = [placed(row)[1] for row in read_source(rows)]
+            assert [one.image().tobytes() for pictures in found for one in pictures] == [picture(0).tobytes()] * 2
+        frames = [{"messages": turns("<video>?", "a"), "videos": [[one, one]]} for one in values]
+        for row in read_source([*frames, {"messages": turns("<video>?", "a"), "videos": "0.mp4"}]).select([0, 1]):
+            ((video,),) = [placed(row)[1]]
+            assert [one.image().tobytes() for one in video.source] == [picture(0).tobytes()] * 2
+
+
+def test_what_is_no_picture_is_told_with_its_row_or_left_out() -> None:
+    rows = [{"messages": turns("<image>?", "a"), "images": [one]} for one in (png(0), np.zeros((4, 4, 3)))]
+    with pytest.raises(ValueError, match="1 of 2 rows are broken: row 1 has a picture of type ndarray: a picture is a"):
+        read_source(rows)
+    assert len(read_source(rows, skip_broken=True)) == 1
+    for value, told in (
+        ("s3://a/b.png", "is an address of s3://, which"),
+        (" ", "path of a picture is an empty"),
+        (b"", "it is no picture"),
+    ):
+        assert told in str(picture_mistake({"messages": turns("<image>?", "a"), "images": [value]}))
+
+
 LIKE: dict[str, tuple[str, dict[str, Any], str]] = {
     "question": ("qwen2_5_vl", {"messages": turns(f"What is {PAD}?", "a"), "images": []}, PAD),
     "beside a picture": ("qwen2_5_vl", {"messages": turns(f"<image> or {PAD}?", "a"), "images": [png(1)]}, PAD),

@@ -81,11 +81,15 @@ def transformers_logps(module: Any, model: str, rows: list[dict[str, Any]] = ROW
 
 def logps_of(module: Any, batch: dict[str, Any]) -> torch.Tensor:
     """(T - 1,) log-probabilities that the module gives a processor's batch of one row."""
-    if "mm_token_type_ids" not in inspect.signature(module.forward).parameters:
-        batch.pop("mm_token_type_ids", None)
     ids_T = batch["input_ids"][0]
-    logps_TV = module(**batch).logits[0].float().log_softmax(-1)
+    logps_TV = module(**taken_by(module, batch)).logits[0].float().log_softmax(-1)
     return logps_TV[:-1].gather(1, ids_T[1:, None])[:, 0]
+
+
+def taken_by(module: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """What the module takes of a processor's batch: some marks of pictures are of other models."""
+    taken = inspect.signature(module.forward).parameters
+    return {name: value for name, value in batch.items() if name != "mm_token_type_ids" or name in taken}
 
 
 def parts_of(content: str) -> list[dict[str, str]]:

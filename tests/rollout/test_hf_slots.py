@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.tiny.architectures import save
+from rayhelper import ConfigError
 from tests.golden.tiny import tiny_tokenizer
 from tests.rollout.prompts import as_sequences, completions, prompts_of, save_decided
 from trainers.backends.fsdp.backend import FsdpBackend
@@ -210,3 +211,31 @@ def test_weights_that_come_in_flight_draw_the_tokens_behind_them(open_minded: st
         if not split:  # logits of weights that are half as large again differ by more in their last bits
             np.testing.assert_allclose(rollouts.rollout_logps[row], logps[5][row], atol=3e-5)
         assert rollouts.policy_versions.lengths[row] == len(rollouts.completion_ids[row])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_biases_of_single_tokens_are_those_of_transformers(open_minded: str, temperature: float) -> None:
+    """In slots what transformers' own processors leave of each step, and by its loop too."""
+    kwargs = {"logit_bias": {"40": 4.0, 41: -3.0}, "suppress_tokens": [42, 43], "min_new_tokens": 4}
+    sampling = Sampling(12, temperature=temperature, repetition_penalty=1.3, generation_kwargs=kwargs)
+    engine = HfEngine(open_minded, tiny_tokenizer(), batch_size=2)
+    in_slots = engine.generate(prompts_of(LENGTHS), sampling, seed=3)
+    assert is_in_slots(engine)
+    assert not engine._has_told
+    engine._decoder = None
+    by_loop = engine.generate(prompts_of(LENGTHS), sampling, seed=3)
+    assert completions(in_slots) == completions(by_loop)
+    free = dataclasses.replace(sampling, generation_kwargs={})
+    assert completions(in_slots) != completions(engine.generate(prompts_of(LENGTHS), free, seed=3))
+    wrong = dataclasses.replace(sampling, generation_kwargs={"logit_bias": {99999: 1.0}})
+    with pytest.raises(ConfigError, match="generation_kwargs names token 99999"):
+        engine.generate(prompts_of(LENGTHS), wrong, seed=3)
+
+
+def test_a_completion_depends_on_no_padding_where_generate_reads_it(open_minded: str) -> None:
+    """Pads of the short prompt would be the pair of equal tokens that may not come again."""
+    kwargs = {"no_repeat_ngram_size": 2, "sequence_bias": [[[7], 30.0]]}
+    engine = HfEngine(open_minded, tiny_tokenizer())
+    prompts = Prompts(Ragged.of([[7], [9, 8, 6, 5], [7]], np.int64), numbers=np.arange(3))
+    drawn = engine.generate(prompts, Sampling(6, generation_kwargs=kwargs), seed=3)
+    assert [row[0] for row in completions(drawn)] == [7, 7, 7]

@@ -348,6 +348,7 @@ def test_pretraining_is_sft_on_one_stream_of_tokens() -> None:
         ({"generation_kwargs": {"stop_token_ids": [5]}}, 1, ["write the key stop_token_ids beside generation_kwargs"]),
         ({"generation_kwargs": {"stop_strings": ["x"]}}, 1, ["write its id as the key stop_token_ids"]),
         ({"generation_kwargs": {"eos_token_id": 5}}, 1, ["further ones as the key stop_token_ids"]),
+        ({"generation_kwargs": {"logit_bias": [5]}}, 1, ["logit_bias must map token ids to numbers"]),
         ({"resume_from_checkpoint": "."}, 1, ["resume_from_checkpoint: '.' is not a checkpoint", "checkpoints: "]),
         ({"num_generations": 3}, 1, ["a generation of 8 completions", "multiple of num_generations=3"]),
         ({"num_generations": 16}, 1, ["a generation of 8 completions", "multiple of num_generations=16"]),

@@ -977,8 +977,6 @@ def test_a_model_with_its_own_code_is_refused_with_the_name_of_the_other_form(
 def test_a_model_that_speaks_is_trained_by_megatron_on_given_answers_alone(kind: str) -> None:
     whole = AutoConfig.for_model(kind)
     check_whole(whole, "m", "megatron")
-    with pytest.raises(ConfigError, match=r"is also an audio model.* Write backend: megatron"):
-        check_whole(whole, "m", "fsdp")
     check_vision_model(config(SFTConfig, model="m"), whole)
     with pytest.raises(ConfigError, match="no engine completes prompts for such a model"):
         check_vision_model(config(GRPOConfig, model="m", reward_funcs=["format"]), whole)

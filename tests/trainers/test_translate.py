@@ -162,10 +162,10 @@ def translated(text: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     return out, err
 
 
-def checked(written: str, tmp_path: Path) -> Any:
+def checked(written: str, tmp_path: Path, trainer: str = "grpo") -> Any:
     """The configuration of what was written, once it is planned too; data and model are names that need no file."""
     (tmp_path / "ours.yaml").write_text(written)
-    kind = configuration_named("grpo")
+    kind = configuration_named(trainer)
     assert kind is not None
     argv = ["--model", "m", "--dataset", "d", *(["--eval_dataset", "d"] if "eval_dataset:" in written else [])]
     plan = make_plan(str(tmp_path / "ours.yaml"), None, None, None, 80.0, None)
@@ -264,7 +264,10 @@ def test_the_environment_sets_what_a_script_leaves_open(
         ("DRAWS=4", "DRAWS=$(cat draws.txt)", "cat draws.txt"),
         ("DRAWS=4", "if [ $1 ]; then DRAWS=8; fi", "under a condition"),
         ("trainer.nnodes=2", "trainer.nnodes=2 trainer.unheard_of=1", "unknown key trainer.unheard_of"),
-        ("adv_estimator=grpo", "adv_estimator=gae", "rayhelper ppo"),
+        ("adv_estimator=grpo", "adv_estimator=gae", "PPO draws one completion of each prompt, not 4"),
+        ("adv_estimator=grpo", "adv_estimator=gae", "use_kl_loss: PPO has the KL in the reward"),
+        ("adv_estimator=grpo", "adv_estimator=gae critic.grad_clip=0.5", "it is 0.5 for the critic and 1.0"),
+        ("adv_estimator=grpo", "adv_estimator=vtrace", "vtrace is not translated (known: gae, which is PPO"),
         (
             "verl.trainer.main_ppo algorithm.adv_estimator=grpo",
             "verl.trainer.fsdp_sft_trainer",
@@ -284,6 +287,25 @@ def test_nothing_is_guessed(old: str, new: str, why: str, tmp_path: Path, capsys
     out, err = translated(SCRIPT.replace(old, new), "run.sh", tmp_path, capsys)
     assert not out
     assert why in err
+
+
+def test_ppo_of_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its default advantages; what the critic shares with the policy is left out, and the rest is ours."""
+    text = SCRIPT.replace("algorithm.adv_estimator=grpo", "critic.model.path=org/critic critic.optim.lr=2e-5")
+    text = text.replace("DRAWS=4", "DRAWS=1").replace("use_kl_loss=True", "use_kl_loss=False")
+    more = "critic.optim.lr_warmup_steps_ratio=0.05 critic.ppo_micro_batch_size_per_gpu=32 algorithm.lam=0.95"
+    text = text.replace("data.truncation='error'", f"{more} algorithm.use_kl_in_reward=True data.truncation='error'")
+    out, err = translated(text, "run.sh", tmp_path, capsys)
+    assert "# rayhelper ppo --config" in out
+    found = parse_text(out, "ours")
+    meant = {"num_mini_batches": 4, "global_batch_size": 16, "num_ppo_epochs": 1, "warmup_steps": 5 * 4}
+    meant |= {"score_on_last_token": True, "vf_coef": 1.0, "cliprange_value": 0.5, "kl_coef": 0.001, "lam": 0.95}
+    meant |= {"cliprange": 0.2, "cliprange_high": 0.28, "delta": 3.0, "gamma": 1.0, "temperature": 1.0}
+    meant |= {"value_model": "org/critic", "value_learning_rate": 2e-5, "value_warmup_ratio": 0.05}
+    assert {key: found[key] for key in meant} == meant
+    assert "critic.ppo_micro_batch_size_per_gpu: the critic learns in micro-batches of the policy's size" in err
+    config = checked(out, tmp_path, "ppo")
+    assert (config.critic_warmup_steps(200), config.critic_learning_rate) == (10, 2e-5)
 
 
 def test_rows_with_pictures_keep_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,7 +363,7 @@ def test_a_script_of_siirl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     meant |= {"model": "/home/someone/models/m", "generation_batch_size": 256, "shuffle_dataset": False}
     assert {key: found[key] for key in meant} == meant
     assert "policy_drift_coeff: it belongs to CPGD" in err
-    assert "sequence_parallel: verl does not read it" in err
+    assert "sequence_parallel: siirl does not read it" in err
     assert checked(out, tmp_path).gradient_checkpointing is True
 
 

@@ -21,6 +21,7 @@ from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.data.broken_rows import warn_left_out
 from trainers.data.held_out import Part
 from trainers.data.images.conversations import has_pictures, with_folder
+from trainers.data.images.in_memory import for_table, unreadable
 from trainers.plugins import DATASETS, exits_are_errors
 
 if TYPE_CHECKING:
@@ -68,14 +69,15 @@ def read_source(source: Any, split: str = "train", *, skip_broken: bool = False)
     for index, item in enumerate(items):
         if not isinstance(item, Mapping):
             raise ValueError(f"row {index} of the dataset is a {type(item).__name__}: rows are mappings of columns")
-    if broken := [index for index, item in enumerate(items) if not _is_unicode(item)]:
-        told = f"{len(broken)} of {len(items)} rows are broken: row {broken[0]} holds text that is not Unicode"
+    if broken := {index: why for index, item in enumerate(items) if (why := _mistake(item))}:
+        first, why = next(iter(broken.items()))
+        told = f"{len(broken)} of {len(items)} rows are broken: row {first} {why}"
         if not skip_broken:
-            raise ValueError(f"{told} (half a surrogate pair). Correct it, or set skip_broken_rows: true.")
+            raise ValueError(f"{told}. Correct it, or set skip_broken_rows: true.")
         warn_left_out(len(broken), "skip_broken_rows: %s. They are left out.", told)
-        items = [item for index, item in enumerate(items) if index not in set(broken)]
+        items = [item for index, item in enumerate(items) if index not in broken]
     names = list(dict.fromkeys(name for item in items for name in item))
-    rows = [{name: item.get(name) for name in names} for item in items]
+    rows = for_table([{name: item.get(name) for name in names} for item in items])
     return datasets.Dataset.from_list(rows, on_mixed_types="use_json")
 
 
@@ -173,6 +175,14 @@ def _stream_part(part: Mapping[str, Any], split: str) -> IterableDataset:
     else:
         rows = stream_source(part["path"], split)
     return rows if part.get("columns") is None else rows.select_columns(list(part["columns"]))
+
+
+def _mistake(item: Mapping[str, Any]) -> str | None:
+    """Why a table cannot hold a row."""
+    if not _is_unicode(item):
+        return "holds text that is not Unicode (half a surrogate pair)"
+    kind = unreadable(item)
+    return kind and f"has a picture of type {kind}: a picture is a path, bytes, base64 or a PIL.Image"
 
 
 def _is_unicode(value: Any) -> bool:

@@ -27,6 +27,7 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.batch import Ragged
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, sequences_per_step, total_steps
+from trainers.data.images.processor import is_speaking
 from trainers.data.packs import batches_of
 from trainers.data.texts.groups import Groups, read_groups
 from trainers.embedding.config import EmbeddingConfig, Pooling
@@ -226,6 +227,11 @@ def check_embedding(config: EmbeddingConfig, found: Any) -> None:
         raise ConfigError(
             f"sequence_parallel_size is {config.sequence_parallel_size}, but workers share only rows of decoders with "
             f"pooling last, and pooling is {pooling}. Remove it."
+        )
+    if is_speaking(found):
+        raise ConfigError(
+            f"model: {config.model!r} ({found.model_type}) also hears and speaks, and has no embeddings of texts here. "
+            "Take another vision model."
         )
     if config.backend == "megatron" and pooling != "last":
         raise ConfigError(f"backend: megatron has only pooling last, and pooling is {pooling}. Write backend: fsdp.")

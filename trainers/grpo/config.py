@@ -25,6 +25,7 @@ class GRPOConfig(CompletionConfig):
     """GRPO's keys beside the shared ones."""
 
     RLHF_TYPE: ClassVar = "grpo"
+    SEES_EPISODES: ClassVar = True  # pictures may stand in episodes with an environment
     ROLES: ClassVar = {
         "train": TRAIN,
         "rollout": ROLLOUT,

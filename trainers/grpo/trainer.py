@@ -67,7 +67,6 @@ from trainers.parts.policy import Policy
 from trainers.parts.rewarder import Rewarder, check_rewards
 from trainers.parts.tokenizer import tokenizer_there
 from trainers.rollout.hf.settings import check_stop_tokens
-from trainers.rollout.schedulers import is_scheduler
 from trainers.rollout.tools import resolve_tools, schemas
 from trainers.run.run import Run, saved_order
 
@@ -138,8 +137,7 @@ class GRPOTrainer:
         for key, model in beside.items():
             check_same_tokens(key, model, self.tokenizer, config.trust_remote_code, policy=self.model_path)
         beside |= {f"reward_model {name}": self.models[name] for name in config.reward_model}
-        sees = config.environment is None or not is_scheduler(config.environment)
-        self.images = image_reader(config, self.model_path, self.tokenizer, beside, sees_episodes=sees)
+        self.images = image_reader(config, self.model_path, self.tokenizer, beside)
         if config.tools:
             environment_of(config, self.tokenizer)
         self.rewarder.prepare(self.tokenizer, self.images)

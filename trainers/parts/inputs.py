@@ -60,19 +60,18 @@ def image_reader(
     tokenizer: Any,
     beside: Mapping[str, str] | None = None,
     *,
-    sees_episodes: bool = False,
     no_videos: str | None = None,
 ) -> ImageReader | None:
     """What reads the pictures of rows for a model that sees some; None for others, and where others read texts alone.
 
     ``config``: of training or of sampling. ``beside``: the other models of the run by the keys that name them; all
-    must see pictures too. ``sees_episodes``: pictures may stand in episodes with an environment. ``no_videos``: why the
-    trainer shows no videos, and what to do. The chat template is the processor's, unless the configuration gives one.
+    must see pictures too. ``no_videos``: why the trainer shows no videos, and what to do. The chat template is the
+    processor's, unless the configuration gives one.
 
     Raises:
         ConfigError: the model's processor cannot be loaded, or a model that is given its tokens has another one.
     """
-    is_blind = getattr(config, "has_environment", False) and not sees_episodes
+    is_blind = getattr(config, "has_environment", False) and not getattr(config, "SEES_EPISODES", False)
     if is_blind:
         return None
     named = dict(beside or {})

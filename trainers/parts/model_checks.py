@@ -14,7 +14,7 @@ from trainers.backends.own_code import own_code_mistake
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
 from trainers.configuration.vision import vision_mistake, vision_settings
-from trainers.data.images.processor import is_vision, seeing_part
+from trainers.data.images.processor import is_vision
 from trainers.parts.models import check_same_tokens, lora_settings
 from trainers.parts.tokenizer import load_tokenizer, new_tokens, tokenizer_there
 
@@ -244,12 +244,6 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp", *, scores
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if backend == "fsdp" and seeing_part(configuration) is not configuration:
-        remedy = "Use another model." if scores else "Write backend: megatron, which trains it in SFT, DPO and KTO."
-        raise ConfigError(
-            f"model: {model!r} ({configuration.model_type}) is also an audio model. backend: fsdp has no class that "
-            f"trains only its text and vision part. {remedy}"
-        )
     if backend == "fsdp" and is_vision(configuration):
         return
     if backend == "megatron" and configuration.model_type in SEEING:  # it has the tower too

@@ -19,10 +19,10 @@ from typing import Any
 
 from rayhelper import ConfigError
 from trainers.backends.fsdp.vision.classifier import classifier_class
+from trainers.backends.fsdp.vision.thinker import language_class
 from trainers.checkpoint import GROWN
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.configuration.values import is_there, read_template, read_tokens
-from trainers.data.images.processor import language_class
 from trainers.run.folder_lock import held
 from trainers.run.run import resumed_state
 

@@ -15,7 +15,7 @@ from typing import Any
 from rayhelper import ConfigError
 from trainers.run.trackers import BUILT_IN
 from trainers.translate.table import Ours, Theirs
-from trainers.translate.verl_names import DIVIDED, STAGES
+from trainers.translate.verl.names import DIVIDED, STAGES
 
 ESTIMATORS = {"grpo": "grpo", "reinforce": "reinforce_plus_plus_token", "rloo": "rloo"}
 SIZES = (

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainers.data.images.pictures import DATA_URI, FILE_URI, PATH_KEYS, URL, Medium, is_base64, pictures_of
+from trainers.data.images.pictures import ADDRESS, DATA_URI, FILE_URI, PATH_KEYS, Medium, is_base64, pictures_of
 from trainers.data.images.videos import VIDEO_KEYS, Video, video_of, videos_of
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def _moved(value: Any, folder: Path) -> Any:
         return [_moved(item, folder) for item in value]
     if isinstance(value, Mapping):
         return {key: _moved(item, folder) if key in (*PATH_KEYS, *VIDEO_KEYS) else item for key, item in value.items()}
-    if not isinstance(value, str) or is_base64(value) or URL.match(value) or DATA_URI.match(value):
+    if not isinstance(value, str) or is_base64(value) or ADDRESS.match(value) or DATA_URI.match(value):
         return value
     path = Path(value.removeprefix(FILE_URI)).expanduser()
     there = folder.absolute() / path

@@ -53,11 +53,9 @@ def is_vision(configuration: Any) -> bool:
     return has_tower and getattr(kind, "config_class", None) is type(configuration)
 
 
-def language_class(configuration: Any) -> Any:
-    """transformers' class that builds the whole of a model: with its vision tower, if it has one."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText if is_vision(configuration) else AutoModelForCausalLM
+def is_speaking(configuration: Any) -> bool:
+    """Whether a model of this configuration also speaks, and has a thinker that sees."""
+    return seeing_part(configuration) is not configuration and is_vision(configuration)
 
 
 def load_processor(

@@ -12,6 +12,7 @@ from rayhelper import ConfigError
 from trainers.batch import Prompts
 from trainers.configuration.others.engine_names import no_field
 from trainers.rollout.base import Sampling
+from trainers.rollout.hf.biases import logit_bias_of
 
 # Fields of GenerationConfig that may not be given, and why
 _TAKEN = {
@@ -43,16 +44,18 @@ def check_generation_kwargs(
 ) -> None:
     """Raises ConfigError, naming ``key``, for a field that GenerationConfig lacks, or that other keys set.
 
-    ``beside``: the keys that there are; None: all that ``Sampling`` has fields for.
+    It may also hold ``logit_bias``, which is vLLM's. ``beside``: the keys that there are; None: all that ``Sampling``
+    has fields for.
     """
     if not given:
         return
     from transformers import GenerationConfig
 
-    known = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
+    known = {name for name in GenerationConfig().to_dict() if not name.startswith("_")} | {"logit_bias"}
     reasons = {name: reason for reason, names in _TAKEN.items() for name in names}
     reasons |= keys_of_sampling(key, beside)
     check_fields(given, key, "transformers' GenerationConfig", known, reasons)
+    logit_bias_of(given, key)
 
 
 def keys_of_sampling(key: str, beside: Collection[str] | None = None) -> dict[str, str]:

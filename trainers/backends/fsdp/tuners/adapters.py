@@ -21,7 +21,8 @@ from trainers.backends.fsdp.tuners.kinds import peft_config
 from trainers.backends.fsdp.tuners.quantized import dequantized, is_quantization_state, quantized_layers
 from trainers.backends.fsdp.vision.parts import VISUAL, Part, modules_of
 from trainers.backends.fsdp.vision.pixels import Vision
-from trainers.data.images.processor import is_vision, language_class
+from trainers.backends.fsdp.vision.thinker import language_class
+from trainers.data.images.processor import is_vision
 
 # Those of peft's LoraConfig that say which layers get an adapter
 TARGET_FIELDS = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")

@@ -34,6 +34,7 @@ DUMMY_SIZE = 28  # pixels
 FILES = (  # of a processor; of those that a tokenizer writes too the run's own are kept
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("chat_template.json", "chat_template.jinja"),
+    "spk_dict.pt",  # voices of a model that also speaks
 )
 
 Pixels = dict[str, torch.Tensor]
@@ -154,9 +155,14 @@ class Vision:
         return Path(found) if isinstance(found, (str, Path)) and Path(found).is_file() else None
 
     def words_alone(self, sampling: Any) -> Any:
-        """The sampling, by which no token is drawn that stands for a part of a picture: there would be no pixels."""
+        """The sampling, by which no token is drawn that stands for a part of a picture: there would be no pixels.
+
+        Nor for a part of a sound, of a model that also hears.
+        """
         own = sampling.generation_kwargs.get("suppress_tokens") or []
-        tokens = sorted({*own, *self.processor.seen_token_ids})
+        processor = self.processor
+        sounds = processor.tokenizer.convert_tokens_to_ids(list(getattr(processor, "sound_tokens", ())))
+        tokens = sorted({*own, *processor.seen_token_ids, *sounds})
         return replace(sampling, generation_kwargs={**sampling.generation_kwargs, "suppress_tokens": tokens})
 
     def kinds(self, ids: np.ndarray) -> np.ndarray:

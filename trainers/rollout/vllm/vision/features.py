@@ -27,7 +27,7 @@ from rayhelper import ConfigError
 from trainers.backends.fsdp.vision.pixels import documents_of
 from trainers.data.images.kept import Kept
 from trainers.data.images.pictures import Medium, Picture, Pictures
-from trainers.data.images.processor import has_videos, is_vision, load_processor
+from trainers.data.images.processor import has_videos, is_speaking, is_vision, load_processor
 from trainers.rollout.vllm.vision.rotations import rotation_overrides
 
 NEEDED = {"smolvlm": (("num2words", "SmolVLM's processor"),)}  # packages, beside torchvision
@@ -56,6 +56,11 @@ def check_sees(model: str | Path, key: str, *, trust_remote_code: bool = False) 
 
 def check_pictures(configuration: Any, key: str = "rollout_engine") -> None:
     """Raises ConfigError if vLLM cannot read pictures as a model of this configuration sees them; ``key`` chose it."""
+    if is_speaking(configuration):
+        raise ConfigError(
+            f"{key}: vllm does not get the weights of {configuration.model_type}, which also hears and speaks. "
+            "Write hf."
+        )
     for package, why in (("torchvision", "a model that sees pictures"), *NEEDED.get(configuration.model_type, ())):
         if find_spec(package) is None:
             version = " (the version for your torch)" if package == "torchvision" else ""

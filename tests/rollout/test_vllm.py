@@ -540,7 +540,7 @@ def test_values_of_engine_fields_are_those_that_vllm_takes() -> None:
         ({"structured_outputs": {"choice": ["y"]}}, "no tokenizer here"),
         ({"thinking_token_budget": 3}, "no tokenizer here"),
         ({"skip_special_tokens": False}, "no text is made"),
-        ({"logprob_token_ids": [5]}, "those of the sampled tokens"),
+        ({"logprob_token_ids": [5]}, "log-probabilities of the sampled tokens"),
         ({"min_tokens": 13}, "min_tokens must be less than or equal to max_tokens=12"),
         ({"presence_penalty": 2.1}, r"presence_penalty is 2\.1.* At temperature 1 the limit is 2"),
     ],

@@ -230,8 +230,8 @@ def check_embedding(config: EmbeddingConfig, found: Any) -> None:
         )
     if is_speaking(found):
         raise ConfigError(
-            f"model: {config.model!r} ({found.model_type}) also hears and speaks, and has no embeddings of texts here. "
-            "Take another vision model."
+            f"model: {config.model!r} ({found.model_type}) is also an audio model, and has no embeddings of texts "
+            "here. Take another vision model."
         )
     if config.backend == "megatron" and pooling != "last":
         raise ConfigError(f"backend: megatron has only pooling last, and pooling is {pooling}. Write backend: fsdp.")

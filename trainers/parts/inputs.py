@@ -106,7 +106,7 @@ def videos_mistake(config: Any, model: str, beside: Mapping[str, str]) -> str | 
         if getattr(config, key, "hf") == "vllm":
             if key == "rollout_engine":  # auto takes it too, before rows are read
                 told = "vllm, written or chosen by auto, passes no videos to a model"
-                return f"{key}: {told}. auto does not look at the rows. Write {key}: hf"
+                return f"{key}: {told}. auto does not read the rows. Write {key}: hf"
             return f"{key}: vllm passes no videos to a model. Write {key}: hf"
     if getattr(config, "has_environment", False):
         return "environments and tools pass no videos to a model. Remove them, or use rows without videos"

@@ -219,7 +219,7 @@ def check_lengths(config: TrainConfig) -> None:
     for name, length in lengths.items():
         if positions is not None and length > FAR_BEYOND * positions:
             raise ConfigError(
-                f"{name} is {length}, but the model {config.model!r} knows {positions} positions "
+                f"{name} is {length}, but the model {config.model!r} has {positions} positions "
                 f"(max_position_embeddings), and its configuration does not scale them. Write {positions} at most, "
                 "or scale its rope_parameters by model_init_kwargs."
             )
@@ -287,7 +287,7 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
             raise ConfigError(
                 f"{rates[0]} is a share of learning_rate with backend: megatron, but learning_rate is 0. Raise "
                 "it, and write "
-                "freeze_llm: true if the language model shall not learn."
+                "freeze_llm: true to keep the language model unchanged."
             )
         if config.freeze_llm and config.has_adapter:
             raise ConfigError(

@@ -70,7 +70,7 @@ class RerankingConfig(TrainConfig):
             )
         if self.system:
             raise ConfigError(
-                "system is no part of a query with a document. Write instruction (of a generative_reranker), or put a "
+                "system is not part of a query with a document. Write instruction (of a generative_reranker), or put a "
                 "system message into the rows"
             )
         if self.loss_type != "listwise_reranker":

@@ -208,7 +208,7 @@ def check_sampling(config: SamplingConfig) -> None:
     if config.resume and config.override_exist_file:
         raise ConfigError("resume continues the file and override_exist_file starts over; set one of them")
     if config.retry_failed and not config.resume:
-        raise ConfigError("retry_failed needs a run that resumes: set resume too")
+        raise ConfigError("retry_failed needs a run that resumes: also set resume")
 
 
 def _check_range(data_range: list[int]) -> None:

@@ -276,7 +276,7 @@ class VllmEngine:
         """
         if k > self.max_logprobs:
             raise ConfigError(
-                f"the top {k} tokens were asked for, but the engine's max_logprobs is {self.max_logprobs}"
+                f"the top {k} tokens were requested, but the engine's max_logprobs is {self.max_logprobs}"
             )
         return self._scored(sequences, k, temperature)
 

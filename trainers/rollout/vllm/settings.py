@@ -39,7 +39,10 @@ _FIXED = {
     "stop": "a completion ends with a token: write its id as the key stop_token_ids",
     "n": "a prompt has one completion; give it several times",
     **dict.fromkeys(("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"), "see token_logps"),
-    **dict.fromkeys(("logprobs", "logprob_token_ids", "flat_logprobs"), "those of the sampled tokens are always there"),
+    **dict.fromkeys(
+        ("logprobs", "logprob_token_ids", "flat_logprobs"),
+        "log-probabilities of the sampled tokens are always returned",
+    ),
     **dict.fromkeys(
         (
             *("detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
@@ -77,7 +80,7 @@ def checked_engine_kwargs(given: Mapping[str, Any], *, key: str = "vllm_engine_k
     if isinstance(limit := given.get("limit_mm_per_prompt"), str):  # as ms-swift's command line writes it
         given = {**given, "limit_mm_per_prompt": plain(limit)}
     taken = dict.fromkeys(_TAKEN, "other keys or the trainer set it.")
-    taken["mm_processor_kwargs"] = "write image_processor_kwargs, which the trainer reads too."
+    taken["mm_processor_kwargs"] = "write image_processor_kwargs, which the trainer also reads."
     taken["patches"] = "it is not a field of vLLM. Write the key vllm_patches, outside of any section."
     check_fields(given, key, "vLLM's EngineArgs", types, taken)
     for name in _ONE:

@@ -93,7 +93,7 @@ def test_a_key_of_a_server_is_shown_nowhere(tmp_path: Path) -> None:
         ({"orm_model": "tests.e2e.runs.evenness"}, ["orm_model", "needs completion_ids"]),
         ({"external_plugins": ["no.such_plugin"]}, ["external_plugins"]),
         ({"engine_kwargs": {"typical": 0.9}}, ["engine_kwargs", "no field 'typical'"]),
-        ({"engine_kwargs": {"top_p": 0.9}}, ["write the key top_p beside engine_kwargs"]),
+        ({"engine_kwargs": {"top_p": 0.9}}, ["write the key top_p in addition to engine_kwargs"]),
         ({"engine_kwargs": {"min_p": 0.1}}, ["may not hold 'min_p': this trainer has it not"]),
     ],
     ids=str,

@@ -532,8 +532,8 @@ def test_values_of_engine_fields_are_those_that_vllm_takes() -> None:
     ("given", "message"),
     [
         ({"presence_penality": 1.0}, "no field 'presence_penality'.*presence_penalty"),
-        ({"temperature": 1.0}, "write the key temperature beside generation_kwargs"),
-        ({"stop_token_ids": [5]}, "write the key stop_token_ids beside generation_kwargs"),
+        ({"temperature": 1.0}, "write the key temperature in addition to generation_kwargs"),
+        ({"stop_token_ids": [5]}, "write the key stop_token_ids in addition to generation_kwargs"),
         ({"stop": ["x"]}, "write its id as the key stop_token_ids"),
         ({"max_tokens": 3}, "max_completion_length"),
         ({"bad_words": ["x"]}, "no tokenizer here .* with logit_bias"),

@@ -133,7 +133,7 @@ def make_plan(
     if gpus_per_node is None:
         gpus_per_node = groups.nproc_per_node or DEFAULT_GPUS_PER_NODE
         if groups.nproc_per_node is None:
-            findings.assume(f"{gpus_per_node} GPUs a node")
+            findings.assume(f"{gpus_per_node} GPUs per node")
     nproc_per_node = groups.nproc_per_node or (None if groups.nnodes == 1 else gpus_per_node)
     layout = _layout(groups, nproc_per_node, findings)
     asked = demands(groups, layout)

@@ -268,7 +268,7 @@ def test_one_mistake_does_not_bring_forth_others(tmp_path: Path, config: dict[st
 @pytest.mark.parametrize(
     ("config", "arguments", "shape", "assumed"),
     [
-        ({"train": {"gpus": 9}}, {}, (2, 8), ["8 GPUs a node", "2 nodes, the fewest that hold the groups"]),
+        ({"train": {"gpus": 9}}, {}, (2, 8), ["8 GPUs per node", "2 nodes, the fewest that hold the groups"]),
         ({"train": {"gpus": 9}}, {"gpus_per_node": 3}, (3, 3), ["3 nodes, the fewest that hold the groups"]),
         ({"nproc_per_node": 4, "nnodes": 5, "train": {"gpus": 9}}, {}, (5, 4), []),
         ({"nproc_per_node": 4, "nnodes": 5, "train": {"gpus": 9}}, {"nodes": 7, "gpus_per_node": 8}, (7, 8), []),

@@ -473,7 +473,7 @@ def _shape_of(case: Case) -> Iterator[Cause]:
             "a set, or a collect or dispatch function that changes the order",
         )
     words = {
-        "dtype": ("dtype", "the type of numbers: a default dtype, autocast, or a conversion on the way"),
+        "dtype": ("dtype", "the type of numbers: a default dtype, autocast, or a conversion in between"),
         "device": ("device", "the device: a tensor is on another device. Move it in the role that uses it"),
         "shape": ("shape", "the number of items: padding to a longest row, or an average instead of rows"),
         "keys": ("missing key", "a key that only some workers or some steps have"),

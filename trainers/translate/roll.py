@@ -59,7 +59,7 @@ WITHOUT = {
     "actor_infer.offload_nccl": "process groups stay",
     "reference.offload_nccl": "process groups stay",
     "global_template": "the model's own chat template is used",
-    "query_filter_config.": "dynamic_sample: true leaves out prompts rewarded alike",
+    "query_filter_config.": "dynamic_sample: true leaves out prompts with equal rewards",
     "max_running_requests": "vllm_max_num_seqs says it",
 }
 REFUSED_ON = {  # switches that change numbers, and are not built

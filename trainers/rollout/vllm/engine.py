@@ -328,7 +328,7 @@ class VllmEngine:
         What was cached of prompts is of no use to any that starts later. ``part``: what is not given stays as it is.
         ``version``: of the policy that they are; None: one more than before.
         """
-        assert self._has_weights or not part, "sleep level 2 dropped the others"
+        assert self._has_weights or not part, "sleep level 2 dropped the other tensors"
         named_weights = self._noting(named_weights)
         if self.lora_rank:
             self.core.adapter = put_adapter(self.engine, self.lora_rank, named_weights)

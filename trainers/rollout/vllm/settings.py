@@ -122,7 +122,7 @@ def check_device(on_cpu: bool, *, sleep_level: int, dtype: str = "float32", lora
 NOT_ON_CPU = {
     "qwen3_next": "its gated delta layers take only bfloat16, not float32",
     "minimax_m2": "experts are chosen only by a softmax, not a sigmoid",
-    "qwen3_5_moe_text": "its gated delta layers take only bfloat16 there, and its experts only float32",
+    "qwen3_5_moe_text": "its gated delta layers take only bfloat16, and its experts take only float32",
 }
 WHOLE = ("gemma3", "paligemma")  # a token of a picture attends to the whole picture
 DELTA_ON_CPU = ("qwen3_5_text",)  # gated delta layers, which vLLM runs on a CPU in bfloat16 alone

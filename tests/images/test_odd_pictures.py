@@ -177,7 +177,7 @@ def test_what_is_no_picture_is_told_with_its_row_or_left_out() -> None:
     for value, told in (
         ("s3://a/b.png", "is an address of s3://, which"),
         (" ", "path of a picture is an empty"),
-        (b"", "it is no picture"),
+        (b"", "it is not a picture"),
     ):
         assert told in str(picture_mistake({"messages": turns("<image>?", "a"), "images": [value]}))
 

@@ -284,7 +284,7 @@ def tokenize_sft(
     if len(table) == 0:
         raise ValueError(
             f"none of {len(rows)} rows has a token to learn within max_length {max_length} ({truncation_mode}, "
-            f"assistant_only_loss={assistant_only_loss}). Raise max_length, or look at one row's tokens."
+            f"assistant_only_loss={assistant_only_loss}). Raise max_length, or print one row's tokens."
         )
     mask = _ragged(table, "target_mask", np.bool_)
     pictures: list[Pictures] | None = None

@@ -45,7 +45,7 @@ from trainers.run.run import Run, saved_order
 
 HEADLINE = ("loss", "margin", "learning_rate")
 ROWS_OF_POOL = "rows of a pool"
-NO_VIDEOS = "embedding models read pictures, but not videos. Take rows without videos"
+NO_VIDEOS = "embedding models read pictures, but not videos. Use rows without videos"
 
 
 @RayHelper.worker(group="train")

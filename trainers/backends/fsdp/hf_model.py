@@ -119,7 +119,7 @@ def _cap_scores(model: Any, asked: str | None) -> None:
     if asked is not None:
         raise ConfigError(
             f"model_init_kwargs: attn_implementation: sdpa ignores the soft cap of {type(model).__name__}'s "
-            f"attention scores (attn_logit_softcapping {config.attn_logit_softcapping}). Take eager."
+            f"attention scores (attn_logit_softcapping {config.attn_logit_softcapping}). Use eager."
         )
     model.set_attn_implementation("eager")
 

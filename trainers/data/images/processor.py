@@ -188,7 +188,7 @@ def _check_taken(key: str, given: Mapping[str, Any] | None, part: Any, model: st
     takes = getattr(type(part), "valid_kwargs", None)
     if takes is not None and (odd := sorted(set(given or {}) - set(takes.__annotations__))):
         known = ", ".join(sorted(takes.__annotations__))
-        raise ValueError(f"{key}: {', '.join(odd)} is no argument of {model!r} (known: {known})")
+        raise ValueError(f"{key}: {', '.join(odd)} is not an argument of {model!r} (known: {known})")
 
 
 def _check_fits(key: str, given: Mapping[str, Any], own: Any, model: str) -> None:

@@ -193,7 +193,7 @@ WITHOUT = {
     f"{ACTOR}.load_weight": "the policy's weights are always read",
     f"{ACTOR}.optim.override_optimizer_config": "write megatron: {field: value} for fields of megatron-core's "
     "OptimizerConfig, and optimizer_offload for an optimizer on the host",
-    "actor_rollout_ref.hybrid_engine": "policy and engine share devices by the device groups",
+    "actor_rollout_ref.hybrid_engine": "device_groups decide whether policy and engine share devices",
     "actor_rollout_ref.nccl_timeout": "timeout_s limits a call to a role",
     "data.truncation": "a prompt over max_prompt_length is cut at its beginning",
     "data.return_raw_chat": "prompts are conversations or texts",

@@ -67,7 +67,7 @@ def check_pictures(configuration: Any, key: str = "rollout_engine") -> None:
         )
     if is_speaking(configuration):
         raise ConfigError(
-            f"{key}: vllm does not get the weights of {configuration.model_type}, which also hears and speaks. "
+            f"{key}: vllm does not get the weights of {configuration.model_type}, which is also an audio model. "
             "Write hf."
         )
     for package, why in (("torchvision", "a model that sees pictures"), *NEEDED.get(configuration.model_type, ())):

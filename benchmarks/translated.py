@@ -37,8 +37,11 @@ def outcome(script: Path, system: str | None, folder: Path) -> tuple[str, list[s
         return "refused", [line.strip(" -") for line in (lines[1:] if len(lines) > 1 else lines)]
     file = folder / "ours.yaml"
     written = re.sub(
-        r"(?m)^(model|dataset|eval_dataset|resume_from_checkpoint|report_to|ref_model): .*$", "", out.getvalue()
+        r"(?m)^(model|dataset|eval_dataset|resume_from_checkpoint|report_to|ref_model|value_model): .*$",
+        "",
+        out.getvalue(),
     )
+    written = re.sub(r"(?m)^reward_model: (\[?).*?(\]?)  #.*$", r"reward_model: \1r\2", written)
     file.write_text(f"{written}\nmodel: m\ndataset: d\n" + ("eval_dataset: d\n" if "eval_steps:" in written else ""))
     found = re.search(r"rayhelper (\w+)", written)
     kind = configuration_named(found[1]) if found else None

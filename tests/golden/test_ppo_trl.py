@@ -8,6 +8,7 @@ Completions are injected. Gradients are not clipped, as TRL clips none.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,10 @@ CASES: dict[str, dict[str, Any]] = {
     "discounted": {"gamma": 0.9, "lam": 0.5},
     "wide clips": {"cliprange": 10.0, "cliprange_value": 10.0, "vf_coef": 0.7},
     "mini-batches": {"per_device_train_batch_size": 4, "num_mini_batches": 2},
+    "as verl": {
+        **{"score_on_last_token": True, "cliprange": 0.005, "cliprange_high": 0.02, "delta": 1.02, "vf_coef": 1.0},
+        **{"lr_scheduler_type": "constant_with_warmup", "value_warmup_ratio": 0.5},
+    },
 }
 
 
@@ -167,24 +172,27 @@ def policy_table(model: Any, prompts: list[list[int]], completions: list[list[in
     return logps_BT, entropy
 
 
-def value_table(model: Any, prompts: list[list[int]], completions: list[list[int]]) -> torch.Tensor:
-    """(B, LONGEST) values, one behind the end where there is room, 0 after that."""
+def value_table(model: Any, prompts: list[list[int]], completions: list[list[int]], behind: int) -> torch.Tensor:
+    """(B, LONGEST) values, ``behind`` behind the end where there is room, 0 after that."""
     values_BT = torch.zeros(len(prompts), LONGEST)
     for b, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        values = token_numbers(model, prompt, completion)[:LONGEST]
+        values = token_numbers(model, prompt, completion)[: min(len(completion) + behind, LONGEST)]
         values_BT[b, : len(values)] = values
     return values_BT
 
 
 def train_by_loop(models: tuple[str, str, str], config: PPOConfig) -> tuple[Training, Training]:
-    """TRL's training loop for three batches."""
+    """TRL's training loop for three batches; with ``score_on_last_token`` verl's, which has no place behind the end."""
+    behind = int(not config.score_on_last_token)
     policy, reference = (AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for name in models[:2])
     critic = AutoModelForSequenceClassification.from_pretrained(models[2], num_labels=1, dtype=torch.float32)
     # norms last, as optimizers that do not let them decay have them
     weights = [sorted(model.parameters(), key=lambda weight: weight.dim() < 2) for model in (policy, critic)]
     optimizer = torch.optim.AdamW(
-        weights[0] + weights[1], lr=config.learning_rate, weight_decay=0.0, eps=config.adam_epsilon
+        [{"params": weights[0]}, {"params": weights[1]}],
+        **{"lr": config.learning_rate, "weight_decay": 0.0, "eps": config.adam_epsilon},
     )
+    num_warmup = math.ceil((config.value_warmup_ratio or 0) * config.max_steps)
     steps: Steps = []
     gradients: tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]] = ([], [])
     plan = BatchPlan.of(config, len(PROMPTS), 1, {})
@@ -195,18 +203,18 @@ def train_by_loop(models: tuple[str, str, str], config: PPOConfig) -> tuple[Trai
         with torch.no_grad():
             logps, _ = policy_table(policy, prompts, completions, config.temperature)
             ref_logps, _ = policy_table(reference, prompts, completions, config.temperature)
-            values = value_table(critic, prompts, completions)
+            values = value_table(critic, prompts, completions, behind)
             last = torch.tensor([len(ids) - 1 for ids in completions])  # TRL's sequence_lengths
             places = torch.arange(LONGEST)[None, :]
             is_token = places <= last[:, None]
-            is_place = places <= last[:, None] + 1
+            is_place = places <= last[:, None] + behind
             scores = torch.tensor(evenness(completions))
             scores -= torch.tensor([EOS not in ids for ids in completions]) * (config.missing_eos_penalty or 0.0)
             logr = ref_logps - logps
             kl = -logr if config.kl_estimator == "k1" else logr.exp() - 1 - logr
             rewards = -config.kl_coef * kl
             non_score = rewards.sum(1).mean()
-            end = torch.where(last + 1 < LONGEST, last + 1, last)
+            end = torch.where(last + behind < LONGEST, last + behind, last)
             rewards[range(len(scores)), end] += scores
             if config.whiten_rewards:
                 rewards = masked_whiten(rewards, is_place, shift_mean=False) * is_place
@@ -223,7 +231,7 @@ def train_by_loop(models: tuple[str, str, str], config: PPOConfig) -> tuple[Trai
             chosen = [[list_[row] for row in rows] for list_ in (prompts, completions)]
             token, place = is_token[rows], is_place[rows]
             new_logps, entropy = policy_table(policy, *chosen, config.temperature)
-            new_values = value_table(critic, *chosen)
+            new_values = value_table(critic, *chosen, behind)
             clipped_values = torch.clamp(
                 new_values, values[rows] - config.cliprange_value, values[rows] + config.cliprange_value
             )
@@ -232,12 +240,18 @@ def train_by_loop(models: tuple[str, str, str], config: PPOConfig) -> tuple[Trai
             difference = new_logps - logps[rows]
             ratio = difference.exp()
             pg_free = -advantages[rows] * ratio
-            pg_clipped = -advantages[rows] * ratio.clamp(1 - config.cliprange, 1 + config.cliprange)
-            pg_loss = masked_mean(torch.max(pg_free, pg_clipped), token)
+            highest = 1 + (config.cliprange if config.cliprange_high is None else config.cliprange_high)
+            pg_clipped = -advantages[rows] * ratio.clamp(1 - config.cliprange, highest)
+            pg = torch.max(pg_free, pg_clipped)
+            if config.delta is not None:
+                pg = torch.where(advantages[rows] < 0, torch.min(pg, -advantages[rows] * config.delta), pg)
+            pg_loss = masked_mean(pg, token)
             loss = pg_loss + config.vf_coef * vf_loss
             loss.backward()
             for kept, parameters in zip(gradients, weights, strict=True):
                 kept.append([parameter.grad.clone() for parameter in parameters if parameter.grad is not None])
+            rising = min(1.0, len(steps) / num_warmup) if num_warmup else 1.0
+            optimizer.param_groups[1]["lr"] = rising * config.learning_rate
             optimizer.step()
             optimizer.zero_grad()
             numbers = {

@@ -15,7 +15,7 @@ from rayhelper import ConfigError, RayHelper
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import final_bytes, final_weights, grpo_config, lines, together
 from tests.golden.tiny import tiny_model
-from tests.images.test_sft import image_of, parts_of
+from tests.images.test_sft import image_of, parts_of, taken_by, whole_of
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.megatron.architectures import architecture_mistakes
 from trainers.batch import Prompts, Ragged, Rollouts
@@ -50,17 +50,23 @@ def prompts(model: str, tmp_path: Path) -> Prompts:
     return prompts_of(grpo_config(model, tmp_path), ROWS, tokenizer, ImageReader(tokenizer, model))
 
 
+def undrawn(processor: Any) -> list[int]:
+    """The ids of all tokens that stand for parts of pictures, videos and sounds."""
+    sounds = processor.tokenizer.convert_tokens_to_ids(list(getattr(processor, "sound_tokens", ())))
+    return sorted({*processor.seen_token_ids, *sounds})
+
+
 def greedy_of_transformers(model: str) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts and completions by the processor and ``generate``, a row at a time."""
-    module, processor = AutoModelForImageTextToText.from_pretrained(model), load_processor(model)
+    module, processor = whole_of(model), load_processor(model)
     prompt_ids, completions = [], []
     for text, numbers in QUESTIONS:
         turns = [{"role": "user", "content": parts_of(text)}]
         shown = processor.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         images = [[image_of(png(number)) for number in numbers]] if numbers else None
-        batch = processor(text=[shown], images=images, return_tensors="pt")
+        batch = taken_by(module, dict(processor(text=[shown], images=images, return_tensors="pt")))
         options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-        ids = module.generate(**batch, **options, suppress_tokens=list(processor.image_token_ids))[0].tolist()
+        ids = module.generate(**batch, **options, suppress_tokens=undrawn(processor))[0].tolist()
         start = batch["input_ids"].shape[1]
         prompt_ids.append(ids[:start])
         completions.append(ids[start:])

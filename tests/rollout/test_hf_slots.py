@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.tiny.architectures import save
+from rayhelper import ConfigError
 from tests.golden.tiny import tiny_tokenizer
 from tests.rollout.prompts import as_sequences, completions, prompts_of, save_decided
 from trainers.backends.fsdp.backend import FsdpBackend
@@ -119,6 +120,7 @@ def test_a_full_cache_makes_prompts_wait_and_loses_none(open_minded: str) -> Non
 
 def test_equal_prompts_are_read_once(open_minded: str) -> None:
     engine = HfEngine(open_minded, tiny_tokenizer())
+    engine.check_decoding()
     shapes: list[tuple[int, ...]] = []
     engine.module.register_forward_pre_hook(
         lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -210,3 +212,77 @@ def test_weights_that_come_in_flight_draw_the_tokens_behind_them(open_minded: st
         if not split:  # logits of weights that are half as large again differ by more in their last bits
             np.testing.assert_allclose(rollouts.rollout_logps[row], logps[5][row], atol=3e-5)
         assert rollouts.policy_versions.lengths[row] == len(rollouts.completion_ids[row])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_biases_of_single_tokens_are_those_of_transformers(open_minded: str, temperature: float) -> None:
+    """In slots what transformers' own processors leave of each step, and by its loop too."""
+    kwargs = {"logit_bias": {"40": 4.0, 41: -3.0}, "suppress_tokens": [42, 43], "min_new_tokens": 4}
+    sampling = Sampling(12, temperature=temperature, repetition_penalty=1.3, generation_kwargs=kwargs)
+    engine = HfEngine(open_minded, tiny_tokenizer(), batch_size=2)
+    in_slots = engine.generate(prompts_of(LENGTHS), sampling, seed=3)
+    assert is_in_slots(engine)
+    assert not engine._has_told
+    engine._decoder = None
+    by_loop = engine.generate(prompts_of(LENGTHS), sampling, seed=3)
+    assert completions(in_slots) == completions(by_loop)
+    free = dataclasses.replace(sampling, generation_kwargs={})
+    assert completions(in_slots) != completions(engine.generate(prompts_of(LENGTHS), free, seed=3))
+    wrong = dataclasses.replace(sampling, generation_kwargs={"logit_bias": {99999: 1.0}})
+    with pytest.raises(ConfigError, match="generation_kwargs names token 99999"):
+        engine.generate(prompts_of(LENGTHS), wrong, seed=3)
+
+
+def test_a_completion_depends_on_no_padding_where_generate_reads_it(open_minded: str) -> None:
+    """Pads of the short prompt would be the pair of equal tokens that may not come again."""
+    kwargs = {"no_repeat_ngram_size": 2, "sequence_bias": [[[7], 30.0]]}
+    engine = HfEngine(open_minded, tiny_tokenizer())
+    prompts = Prompts(Ragged.of([[7], [9, 8, 6, 5], [7]], np.int64), numbers=np.arange(3))
+    drawn = engine.generate(prompts, Sampling(6, generation_kwargs=kwargs), seed=3)
+    assert [row[0] for row in completions(drawn)] == [7, 7, 7]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "deepseek_v3"])
+def test_the_next_turn_of_an_episode_is_read_behind_what_its_row_has(name: str, tmp_path: Path) -> None:
+    """Three episodes of three turns: what is drawn is what a new engine draws; with new weights all is read again."""
+    folder = save(name, tmp_path)
+    engine = HfEngine(folder, tiny_tokenizer(), batch_size=4)
+    read: list[int] = []
+    engine.module.register_forward_pre_hook(
+        lambda _, __, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    contexts = {episode: [5 + episode, *range(20, 30 + 2 * episode)] for episode in range(3)}
+
+    def play(turn: int, *, new: HfEngine) -> None:
+        sampling = Sampling(4 + turn, stop_token_ids=tuple(range(100, 110)))
+        numbers = {}
+        for episode, context in contexts.items():
+            (number,) = engine.submit(Prompts(Ragged.of([context], np.int64)), sampling, seed=10 * turn + episode)
+            numbers[number] = episode
+        while engine.num_running:
+            for found in engine.advance():
+                episode = numbers[found.number]
+                (number,) = new.submit(
+                    Prompts(Ragged.of([found.prompt_ids], np.int64)), sampling, seed=10 * turn + episode
+                )
+                while new.num_running:
+                    (*_, expected) = new.advance() or [None]
+                new.abort()
+                assert found.ids.tolist() == expected.ids.tolist()
+                np.testing.assert_allclose(found.logps, expected.logps, atol=2e-5)
+                contexts[episode] = [*found.prompt_ids, *found.ids, *range(40, 43 + episode)]
+
+    other = HfEngine(folder, tiny_tokenizer())
+    play(0, new=other)
+    assert max(read) > 10
+    read.clear()
+    play(1, new=other)
+    play(2, new=other)
+    assert max(read) <= 6, "what the episode wrote, and the last token"
+    changed = [(name, weight * 1.05) for name, weight in engine.module.state_dict().items()]
+    engine.load_weights(changed)
+    read.clear()
+    newer = HfEngine(folder, tiny_tokenizer())
+    newer.load_weights(changed)
+    play(3, new=newer)
+    assert max(read) > 20

@@ -232,7 +232,7 @@ def test_a_checkpoint_has_its_name_when_workers_have_written_it(tmp_path: Path) 
         stepped(run).save_checkpoint(workers.save, Nothing())
         stepped(run)
         assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]  # which rotation has left
-        with pytest.raises(ConfigError, match="is no checkpoint"):
+        with pytest.raises(ConfigError, match="is not a checkpoint"):
             resolve_resume(str(tmp_path / "checkpoint-2.tmp"), tmp_path)
         workers.writing.end()
         stepped(run)
@@ -362,7 +362,7 @@ def test_a_run_whose_step_hangs_after_sigterm_names_the_checkpoint_to_go_on_from
     assert "time.sleep(100)" in told
     assert f"stopped after step 3 of 9; saved before: {tmp_path / 'checkpoint-2'}. To continue, run the same" in told
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
-    assert "stopped in a step or in saving that did not end, and not saved" in (tmp_path / "run.json").read_text()
+    assert "stopped in a step or a save that did not end; nothing was saved" in (tmp_path / "run.json").read_text()
 
 
 def test_a_process_that_cannot_reach_process_0_tells_itself_where_it_hangs(
@@ -777,7 +777,7 @@ def test_a_run_does_not_go_on_with_other_keys_than_its_checkpoint_was_made_with(
         ({"learning_rate": 5.0}, "learning_rate was .* and is 5.0"),
         ({"tuner_type": "lora"}, "tuner_type was full and is lora"),
         ({"backend": "megatron"}, "backend was fsdp and is megatron"),
-        ({"num_steps": 1}, "is of step 2, and the run has 1 steps"),
+        ({"num_steps": 1}, "is from step 2, and the run has 1 steps"),
     ):
         with pytest.raises(ConfigError, match=told):
             opened(tmp_path, resume_from_checkpoint=True, **keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ from trainers.rollout import openenv
 from trainers.rollout.base import Sampling
 from trainers.rollout.environments import Reply
 from trainers.rollout.episodes import Stage
+from trainers.rollout.games import MOST_TOKENS, MathEnv
 from trainers.rollout.schedulers import MultiTurnScheduler, Scheduled, environment_named
 
 RECORDED = json.loads((Path(__file__).parents[1] / "golden" / "ms_swift" / "turns.json").read_text(encoding="utf-8"))
@@ -212,7 +214,8 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda _, choice: {"response_token_ids": choice.token_ids, "response_loss_mask": [1]}, "of 1 for 3"),
     (lambda _, choice: {"response_token_ids": choice.token_ids, "response_loss_mask": [0.5, 1, 1]}, "0 or 1 for each"),
     (lambda *_: {"rollout_logprobs": [-5.0]}, "not the engine's"),
-    (lambda *_: {"rollout_infos": {"images": ["x.png"]}}, "only models of texts"),
+    (lambda *_: {"rollout_infos": {"images": ["x.png"]}}, "has other images than the request"),
+    (lambda *_: {"rollout_infos": {"audios": ["x.wav"]}}, "audios, which schedulers cannot pass"),
 ]
 
 
@@ -291,12 +294,36 @@ def test_a_server_of_openenv_is_asked_again_before_the_episode_fails(monkeypatch
     assert len(tries) == openenv.TRIES
 
 
+def test_math_env_asks_again_until_the_answer_is_right_or_the_conversation_long(plugin: str) -> None:
+    """Texts, rewards and ends are those of ms-swift's SimpleMathEnv."""
+    answers = iter(["It is $5$.", "<answer>4</answer>"])
+    made = environment_named({"name": "gym_scheduler", "gym_env": "math_env"}, max_turns=5, tokenizer=TOKENIZER)
+    rows = [{"prompt": [user("2 + 2?")], "solution": "$4$"}]
+    rollouts = Stage(made, TOKENIZER, 5).play(
+        ScriptedEngine(lambda _: next(answers)), rows, Sampling(999), lambda *_: 0
+    )
+    said = one(rollouts.transcripts)
+    wrong = "The answer is not correct, It seems You made a mistake, you need to recheck very carefully."
+    assert [message["content"] for message in said] == ["It is $5$.", wrong, "<answer>4</answer>"]
+    assert one(rollouts.environment_rewards) == 1.0
+    shown = TOKENIZER.decode(one(rollouts.prompt_ids))
+    assert "A conversation between User and Assistant.\n        The user asks a question" in shown
+    assert "2 + 2?" in shown
+    game = MathEnv({})
+    game.solution, game.tokenizer = "$4$", TOKENIZER
+    for length, ends in ((10, False), (MOST_TOKENS, True)):
+        _, reward, done, infos = asyncio.run(game.step([user("?"), {"role": "assistant", "content": "$" * length}]))
+        assert (reward, done, "stop_reason" in infos) == (0.0, ends, ends)
+
+
 def test_a_scheduler_that_plays_the_turns_itself_and_an_unknown_game_are_refused(plugin: str) -> None:
     with pytest.raises(ValueError, match="multi_turn_scheduler 'whole': Whole has a run of its own"):
         environment_named("whole", max_turns=None)
-    with pytest.raises(ValueError, match="'open' plays on servers of OpenEnv, whose client is not installed"):
+    with pytest.raises(ValueError, match="'open' uses servers of OpenEnv, whose client is not installed"):
         environment_named("open", max_turns=None)
-    with pytest.raises(ValueError, match=r"gym_env 'lake' is not in the registry envs \(known: game, replayed\)"):
+    with pytest.raises(
+        ValueError, match=r"gym_env 'lake' is not in the registry envs \(known: game, math_env, replayed\)"
+    ):
         environment_named({"name": "gym_scheduler", "gym_env": "lake"}, max_turns=None)
 
 

@@ -13,7 +13,9 @@ from rayhelper.planning.dry_run import make_plan
 from rayhelper.text import parse_text
 from trainers.configuration.reading.command_line import load_config
 from trainers.configuration.reading.folders import configuration_named
+from trainers.translate import conditions
 from trainers.translate.command import main
+from trainers.translate.conditions import evaluated
 from trainers.translate.roll import ranks_of
 from trainers.translate.shell import commands, unknown_in
 
@@ -162,10 +164,10 @@ def translated(text: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     return out, err
 
 
-def checked(written: str, tmp_path: Path) -> Any:
+def checked(written: str, tmp_path: Path, trainer: str = "grpo") -> Any:
     """The configuration of what was written, once it is planned too; data and model are names that need no file."""
     (tmp_path / "ours.yaml").write_text(written)
-    kind = configuration_named("grpo")
+    kind = configuration_named(trainer)
     assert kind is not None
     argv = ["--model", "m", "--dataset", "d", *(["--eval_dataset", "d"] if "eval_dataset:" in written else [])]
     plan = make_plan(str(tmp_path / "ours.yaml"), None, None, None, 80.0, None)
@@ -264,7 +266,10 @@ def test_the_environment_sets_what_a_script_leaves_open(
         ("DRAWS=4", "DRAWS=$(cat draws.txt)", "cat draws.txt"),
         ("DRAWS=4", "if [ $1 ]; then DRAWS=8; fi", "under a condition"),
         ("trainer.nnodes=2", "trainer.nnodes=2 trainer.unheard_of=1", "unknown key trainer.unheard_of"),
-        ("adv_estimator=grpo", "adv_estimator=gae", "rayhelper ppo"),
+        ("adv_estimator=grpo", "adv_estimator=gae", "PPO draws one completion of each prompt, not 4"),
+        ("adv_estimator=grpo", "adv_estimator=gae", "use_kl_loss: PPO has the KL in the reward"),
+        ("adv_estimator=grpo", "adv_estimator=gae critic.grad_clip=0.5", "it is 0.5 for the critic and 1.0"),
+        ("adv_estimator=grpo", "adv_estimator=vtrace", "vtrace is not translated (known: gae, which is PPO"),
         (
             "verl.trainer.main_ppo algorithm.adv_estimator=grpo",
             "verl.trainer.fsdp_sft_trainer",
@@ -284,6 +289,25 @@ def test_nothing_is_guessed(old: str, new: str, why: str, tmp_path: Path, capsys
     out, err = translated(SCRIPT.replace(old, new), "run.sh", tmp_path, capsys)
     assert not out
     assert why in err
+
+
+def test_ppo_of_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its default advantages; what the critic shares with the policy is left out, and the rest is ours."""
+    text = SCRIPT.replace("algorithm.adv_estimator=grpo", "critic.model.path=org/critic critic.optim.lr=2e-5")
+    text = text.replace("DRAWS=4", "DRAWS=1").replace("use_kl_loss=True", "use_kl_loss=False")
+    more = "critic.optim.lr_warmup_steps_ratio=0.05 critic.ppo_micro_batch_size_per_gpu=32 algorithm.lam=0.95"
+    text = text.replace("data.truncation='error'", f"{more} algorithm.use_kl_in_reward=True data.truncation='error'")
+    out, err = translated(text, "run.sh", tmp_path, capsys)
+    assert "# rayhelper ppo --config" in out
+    found = parse_text(out, "ours")
+    meant = {"num_mini_batches": 4, "global_batch_size": 16, "num_ppo_epochs": 1, "warmup_steps": 5 * 4}
+    meant |= {"score_on_last_token": True, "vf_coef": 1.0, "cliprange_value": 0.5, "kl_coef": 0.001, "lam": 0.95}
+    meant |= {"cliprange": 0.2, "cliprange_high": 0.28, "delta": 3.0, "gamma": 1.0, "temperature": 1.0}
+    meant |= {"value_model": "org/critic", "value_learning_rate": 2e-5, "value_warmup_ratio": 0.05}
+    assert {key: found[key] for key in meant} == meant
+    assert "critic.ppo_micro_batch_size_per_gpu: the critic learns in micro-batches of the policy's size" in err
+    config = checked(out, tmp_path, "ppo")
+    assert (config.critic_warmup_steps(200), config.critic_learning_rate) == (10, 2e-5)
 
 
 def test_rows_with_pictures_keep_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,7 +365,7 @@ def test_a_script_of_siirl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     meant |= {"model": "/home/someone/models/m", "generation_batch_size": 256, "shuffle_dataset": False}
     assert {key: found[key] for key in meant} == meant
     assert "policy_drift_coeff: it belongs to CPGD" in err
-    assert "sequence_parallel: theirs is not read" in err
+    assert "sequence_parallel: siirl does not read it" in err
     assert checked(out, tmp_path).gradient_checkpointing is True
 
 
@@ -399,7 +423,7 @@ def test_device_mappings_of_roll(mapping: Any, ranks: list[int]) -> None:
 
 @pytest.mark.parametrize("mapping", ["__import__('os').getcwd()", "list(range(4", "range(4)", "${other}"])
 def test_a_device_mapping_that_is_none_is_refused(mapping: str) -> None:
-    with pytest.raises(ConfigError, match="is no list of ranks"):
+    with pytest.raises(ConfigError, match="is not a list of ranks"):
         ranks_of(mapping)
 
 
@@ -449,6 +473,69 @@ def test_a_file_that_nobody_knows_is_refused(tmp_path: Path, capsys: pytest.Capt
     out, err = translated("learning_rate: 1\n", "x.yaml", tmp_path, capsys)
     assert not out
     assert "--from" in err
+
+
+CONDITIONS = """set -euo pipefail
+DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+N=4
+if [ "$DEVICE" = npu ]; then N=8; fi
+double() { echo $(($1 * 2)); }
+mkdir -p logs
+python3 -m verl.trainer.main_ppo n=$N d=$(double $N) "text=x y" name=$(date +%Y) "$@" 2>&1 | tee logs/log.txt
+"""
+
+
+def test_bash_says_what_a_script_sets_under_a_condition() -> None:
+    words = ["python3", "-m", "verl.trainer.main_ppo", "n=4", "d=8", "text=x y", "name=\0$(date +%Y)\0"]
+    assert evaluated(CONDITIONS, {"DEVICE": "gpu"}) == [words]
+    assert evaluated(CONDITIONS, {"DEVICE": "npu"}) == [[*words[:3], "n=8", "d=16", *words[5:]]]
+    assert evaluated(CONDITIONS, {}) is None  # a program would decide
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("if nvidia-smi; then N=8; fi", "[ $(nproc) -gt 3 ] && N=8", "nvidia-smi && N=8", "N=$(($(nproc) / 2))"),
+        *("case $(hostname) in a) N=8;; esac", "[ $N = 3 ] || nvidia-smi || N=8", "N=$1", "N=$NOBODY_SETS_IT"),
+        *(
+            "cd /",
+            "echo 1 > {file}",
+            "/bin/touch {file}",
+            "exec /bin/touch {file}",
+            "source {file}",
+            "while :; do :; done",
+        ),
+    ],
+)
+def test_what_programs_and_files_decide_is_not_known(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conditions, "LIMIT_S", 1.0)
+    file = tmp_path / "touched"
+    assert evaluated(f"N=4\n{line.format(file=file)}\npython3 -m x n=$N", {}) is None
+    assert not file.exists()
+
+
+def test_a_script_of_verl_with_conditions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = SCRIPT.replace("DRAWS=4", 'DRAWS=2\nif [ "${DEVICE:-gpu}" = gpu ]; then DRAWS=8; fi')
+    assert parse_text(translated(text, "run.sh", tmp_path, capsys)[0], "ours")["num_generations"] == 8
+    monkeypatch.setenv("DEVICE", "npu")
+    assert parse_text(translated(text, "run.sh", tmp_path, capsys)[0], "ours")["num_generations"] == 2
+
+
+def test_names_that_verl_has_since_its_last_releases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = "model_engine=megatron reward.custom_reward_function.path=rule.py actor_rollout_ref.actor.optim.min_lr=1e-7"
+    more += " actor_rollout_ref.actor.optim.lr_decay_style=cosine data.truncation='error'"
+    out, _ = translated(SCRIPT.replace("data.truncation='error'", more), "run.sh", tmp_path, capsys)
+    found = parse_text(out, "ours")
+    assert (found["backend"], found["lr_scheduler_kwargs"]) == ("megatron", {"min_lr": 1e-7})
+    assert found["reward_funcs"][0]["path"] == "rule.py"
+    assert "# from reward.custom_reward_function.path x" in out
+    out, err = translated(SCRIPT.replace("data.truncation='error'", "model_engine=veomni"), "r.sh", tmp_path, capsys)
+    assert not out
+    assert "veomni is not built" in err
 
 
 def test_words_of_a_script() -> None:

@@ -47,12 +47,15 @@ def ppo_policy_loss(
     cliprange: float,
     normaliser: float,
     entropy_BT: torch.Tensor,
+    cliprange_high: float | None = None,
+    delta: float | None = None,
 ) -> tuple[torch.Tensor, PPODiagnostics]:
     """sum max(-A c, -A clip(c, 1 - cliprange, 1 + cliprange)) / normaliser with c = exp(logp - old), and diagnostics.
 
     logp - old is clipped to [-20, 20] (``tokens.held``). ``normaliser`` counts the loss tokens of the whole optimizer
-    step. ``entropy_BT`` is only reported. Departures from TRL: TRL averages over each micro-batch, and then over
-    micro-batches. Its approxkl, entropy and ratio also count padding.
+    step. ``entropy_BT`` is only reported. ``cliprange_high``: another range above 1. ``delta``: where A is negative a
+    term is at most -A delta (dual clip, arXiv 1912.09729, equation 5). Departures from TRL: TRL averages over each
+    micro-batch, and then over micro-batches. Its approxkl, entropy and ratio also count padding.
 
     Raises: ValueError for shapes other than the mask's.
     """
@@ -61,8 +64,12 @@ def ppo_policy_loss(
     advantages = masked(advantages_BT, mask, "advantages_BT")
     ratios_BT = log_ratios_BT.exp()
     free_BT = -advantages * ratios_BT
-    clipped_BT = -advantages * ratios_BT.clamp(1 - cliprange, 1 + cliprange)
-    loss = torch.maximum(free_BT, clipped_BT).sum() / (normaliser or 1.0)
+    above = cliprange if cliprange_high is None else cliprange_high
+    clipped_BT = -advantages * ratios_BT.clamp(1 - cliprange, 1 + above)
+    losses_BT = torch.maximum(free_BT, clipped_BT)
+    if delta is not None:
+        losses_BT = torch.where(advantages < 0, torch.minimum(losses_BT, -advantages * delta), losses_BT)
+    loss = losses_BT.sum() / (normaliser or 1.0)
     with torch.no_grad():
         excess_BT = log_ratios_BT.expm1()
         diagnostics = PPODiagnostics(

@@ -35,6 +35,8 @@ class PPOConfig(CompletionConfig):
     else the policy with a new head."""
     value_learning_rate: float | None = None
     """Learning rate of the critic. null: ``learning_rate``."""
+    value_warmup_ratio: float | None = None
+    """Share of all steps that are warm-up of the critic. null: the warm-up of the policy."""
     ref_model: str | None = None
     """The reference model of the KL. null: the starting policy."""
 
@@ -68,6 +70,9 @@ class PPOConfig(CompletionConfig):
     """Weight of the KL to the reference model in the rewards of tokens. 0: no reference model is loaded."""
     kl_estimator: KLEstimator = "k1"
     """k1 (unbiased), or k3 (never negative, less variance)."""
+    score_on_last_token: bool = False
+    """The score is the reward of the last token, and the critic has no value behind it (verl, OpenRLHF). false: behind
+    a completion that ended is one more place, with a value, and the score is its reward (TRL)."""
     whiten_rewards: bool = False
     """Scale the rewards of all tokens of a batch to variance 1."""
 
@@ -84,6 +89,10 @@ class PPOConfig(CompletionConfig):
     is ``lam``."""
     cliprange: float = 0.2
     """The ratio to the old policy is clipped to the range from 1 - cliprange to 1 + cliprange."""
+    cliprange_high: float | None = None
+    """Upper clip range. null: ``cliprange``."""
+    delta: float | None = None
+    """Upper limit of the ratio for negative advantages (dual-clip PPO, arXiv 1912.09729). null: no limit."""
     cliprange_value: float = 0.2
     """The critic's value may differ from its old value by at most cliprange_value."""
     vf_coef: float = 0.1
@@ -107,6 +116,12 @@ class PPOConfig(CompletionConfig):
     def critic_learning_rate(self) -> float:
         return self.learning_rate if self.value_learning_rate is None else self.value_learning_rate
 
+    def critic_warmup_steps(self, num_steps: int) -> int:
+        """Of so many steps of the run, those in which the critic's learning rate rises."""
+        ratio = self.warmup_ratio if self.value_warmup_ratio is None else self.value_warmup_ratio
+        policys_own = self.warmup_steps if self.value_warmup_ratio is None else 0
+        return policys_own or math.ceil(ratio * num_steps)
+
     @property
     def is_own_reference(self) -> bool:
         """Whether the reference is the policy without its LoRA adapter."""
@@ -119,7 +134,7 @@ def check_ppo(config: PPOConfig) -> None:
         raise ConfigError("there is nothing to learn from: give reward_funcs, such as exact_answer, or a reward_model")
     if config.vllm_clip_completions:
         raise ConfigError(
-            "vllm_clip_completions: PPO takes a completion shorter than max_completion_length for one that ended. "
+            "vllm_clip_completions: PPO treats a completion shorter than max_completion_length as finished. "
             "Remove it, and lower max_prompt_length or max_completion_length."
         )
     check_reward_functions(config)
@@ -157,9 +172,16 @@ def check_ppo(config: PPOConfig) -> None:
             "lam_critic the critic's. Remove one of them."
         )
     at_least(config, 0, "kl_coef", "missing_eos_penalty", "vf_coef", "value_learning_rate", "eval_temperature")
-    at_least(config, 0, "cliprange")
+    at_least(config, 0, "cliprange", "cliprange_high", "value_warmup_ratio")
+    if config.value_warmup_ratio is not None and config.value_warmup_ratio >= 1:
+        raise ConfigError(f"value_warmup_ratio must lie in [0, 1), got {config.value_warmup_ratio}")
+    highest = 1 + (config.cliprange if config.cliprange_high is None else config.cliprange_high)
+    if config.delta is not None and config.delta < highest:
+        raise ConfigError(
+            f"delta={config.delta} is below {highest:.10g}, where cliprange already limits the ratio. Raise delta."
+        )
     if not config.cliprange_value > 0:
         raise ConfigError(
-            f"cliprange_value must be positive, got {config.cliprange_value}: or the critic stays as it is"
+            f"cliprange_value must be positive, got {config.cliprange_value}: with 0 the critic does not learn"
         )
     at_least(config, 1, "num_ppo_epochs", "num_mini_batches")

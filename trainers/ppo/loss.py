@@ -27,6 +27,8 @@ def policy_loss(
         padded(micro.advantages, logps_BT),
         padded(micro.loss_mask, mask_BT),
         cliprange=config.cliprange,
+        cliprange_high=config.cliprange_high,
+        delta=config.delta,
         normaliser=num_tokens,
         entropy_BT=entropy_BT,
     )

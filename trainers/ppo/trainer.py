@@ -147,7 +147,7 @@ class PPOTrainer:
         """Builds every model where its role runs."""
         config, models = self.config, self.models
         self.policy.build(self.model_path, num_steps)
-        self.critic.build(models["value_model"], num_steps)
+        self.critic.build(models["value_model"], num_steps, warmup_steps=config.critic_warmup_steps(num_steps))
         if config.kl_coef and not config.is_own_reference:
             self.reference.build(models["ref_model"])
         if config.reward_model is not None:
@@ -191,7 +191,9 @@ class PPOTrainer:
         Models answer side by side where they run apart, and while the driver runs reward functions.
         """
         config = self.config
-        num_places_B = gae.num_places(rollouts.completion_ids.lengths, config.max_completion_length)
+        num_places_B = rollouts.completion_ids.lengths
+        if not config.score_on_last_token:
+            num_places_B = gae.num_places(num_places_B, config.max_completion_length)
         samples = policy_samples(rollouts)
         states = value_samples(rollouts, num_places_B, self.tokenizer.eos_token_id)
         with run.phase("logps"):

@@ -7,8 +7,9 @@ before the length limit. The critic gives every place a value; the policy acts a
     acts by drawing    The    cat    <eos>
     reward             -kl    -kl    -kl    score
 
-A completion that fills the length limit has no place behind it, and its score comes with its last token. Rows are
-completions, ``Ragged``; numbers are computed in float64. Nothing is averaged over padding, because there is none.
+A completion that fills the length limit has no place behind it, and its score comes with its last token. With
+``score_on_last_token``, as in verl, that holds for all completions. Rows are completions, ``Ragged``; numbers are
+computed in float64. Nothing is averaged over padding, because there is none.
 """
 
 from __future__ import annotations

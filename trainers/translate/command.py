@@ -12,9 +12,11 @@ import sys
 from collections.abc import Callable, Sequence
 
 from rayhelper import ConfigError
-from trainers.translate import flat, roll, siirl, verl, verl_names
+from trainers.translate import flat, roll, siirl
 from trainers.translate.sources import SYSTEMS, Source, read
 from trainers.translate.table import Ours, Theirs
+from trainers.translate.verl import names as verl_names
+from trainers.translate.verl import translation as verl
 from trainers.translate.writer import as_yaml
 
 NAME = "translate"

@@ -6,9 +6,9 @@ Read from siirl/params (model_args.py, data_args.py, training_args.py).
 from __future__ import annotations
 
 from trainers.translate.table import Ours, Theirs
-from trainers.translate.verl import translate as translate_verl
-from trainers.translate.verl_names import ACTOR, MEGATRON, MODEL, ROLLOUT
-from trainers.translate.verl_names import DEFAULTS as DEFAULTS_OF_VERL
+from trainers.translate.verl.names import ACTOR, MEGATRON, MODEL, ROLLOUT
+from trainers.translate.verl.names import DEFAULTS as DEFAULTS_OF_VERL
+from trainers.translate.verl.translation import translate as translate_verl
 
 DEFAULTS = {
     **DEFAULTS_OF_VERL,

@@ -29,7 +29,7 @@ LOW_TOLERANCE = 5e-2
 
 def backbone(model: Any) -> Any:
     """The part of a language model that gives hidden states; None if there is none that can be called."""
-    base = model.base_model
+    base = getattr(model, "headless", model.base_model)  # of one that also speaks (``vision/thinker.py``)
     if base is model:  # Llama 4, whose prefix names no part; or a model without a head, which is the whole
         base = getattr(model, "model", None if model.get_output_embeddings() is not None else model)
     return base if isinstance(base, torch.nn.Module) else None

@@ -136,7 +136,7 @@ class ValueScorer(torch.nn.Module):
 
     def __init__(self, model: Any, *, way: Way | None = None, ranks: SequenceRanks | None = None) -> None:
         super().__init__()
-        if not callable(getattr(model, "score", None)) or model.base_model is model:
+        if not callable(getattr(model, "score", None)) or backbone(model) is model:
             raise ValueError(
                 f"{type(model).__name__} has no backbone with a linear layer named score on top of it. A value model "
                 "is a model of AutoModelForSequenceClassification for a decoder, such as Qwen3 or Llama."
@@ -149,7 +149,7 @@ class ValueScorer(torch.nn.Module):
         """(B, T, H) what values are read off."""
         with single_documents(inputs), joining(self.model, inputs, self.dummy):
             given = arguments_of(self.model, inputs, self.way, self.ranks)
-            hidden_BTH: torch.Tensor = self.model.base_model(**given, use_cache=False).last_hidden_state
+            hidden_BTH: torch.Tensor = backbone(self.model)(**given, use_cache=False).last_hidden_state
         return hidden_BTH
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor]:

@@ -23,14 +23,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from trainers.data.images.videos import Video
 
-DATA_URI = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
+DATA_URI = re.compile(r"data:(?:image|video)/[\w.+-]+;base64,", re.ASCII)
 URL = re.compile(r"https?://", re.IGNORECASE)
+ADDRESS = re.compile(r"(?!file:)[a-z][a-z0-9+.-]+://", re.IGNORECASE | re.ASCII)  # of any kind
 FILE_URI = "file://"
 LONGEST_PATH = 4096  # characters; a longer text is base64
 LEAST_BASE64 = 64
 BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")  # of PNG, JPEG, GIF and WebP files in base64
-BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
+BASE64 = re.compile(r"[A-Za-z0-9+/\n\r]+={0,2}\s*")  # in one line or in several
 PATH_KEYS = ("path", "url", "image", "image_url", "base64", "bytes")  # where a mapping holds its picture
+IN_MAPPING = ("bytes", *PATH_KEYS)  # in the order in which they are looked for
 DOWNLOAD_TIMEOUT_S = 30
 
 
@@ -49,12 +51,14 @@ class Picture:
 
         Raises OSError or ValueError if it cannot be read.
         """
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
 
         file = self.source if isinstance(self.source, str) else io.BytesIO(self.source)
         try:
             with Image.open(file) as opened:
                 image = in_rgb(opened)  # reads all of it
+        except UnidentifiedImageError:  # its text names an object in memory
+            raise ValueError("it is not a picture in a format that Pillow reads") from None
         except Image.DecompressionBombError as error:
             raise ValueError(str(error)) from None
         if self.max_pixels is None or image.width * image.height <= self.max_pixels:
@@ -110,7 +114,7 @@ def pictures_of(value: Any, *, max_pixels: int | None = None, urls: bool = False
 
 def _picture(value: Any, max_pixels: int | None, urls: bool) -> Picture:
     if isinstance(value, Mapping):
-        found = next((value[key] for key in ("bytes", *PATH_KEYS) if value.get(key) is not None), None)
+        found = next((value[key] for key in IN_MAPPING if value.get(key) is not None), None)
         if found is None:
             raise ValueError(
                 f"a picture that is a mapping needs path or bytes; this one has {', '.join(value) or '{}'}"
@@ -121,14 +125,14 @@ def _picture(value: Any, max_pixels: int | None, urls: bool) -> Picture:
         return Picture(bytes(value), max_pixels) if text is None else _picture(text, max_pixels, urls)
     if isinstance(value, Path):
         return Picture(str(value), max_pixels)
-    if hasattr(value, "tobytes") and hasattr(value, "save"):  # a PIL.Image
+    if is_image(value):
         written = io.BytesIO()
         in_rgb(value).save(written, "PNG")
         return Picture(written.getvalue(), max_pixels)
     if not isinstance(value, str):
         raise ValueError(f"a picture is a path, bytes, base64 or a PIL.Image, not {type(value).__name__}")
     if match := DATA_URI.match(value):
-        return Picture(_decoded(value[match.end() :]), max_pixels)
+        return Picture(decoded_base64(value[match.end() :]), max_pixels)
     if URL.match(value):
         if not urls:
             raise ValueError(
@@ -138,9 +142,23 @@ def _picture(value: Any, max_pixels: int | None, urls: bool) -> Picture:
             )
         return Picture(downloaded(value), max_pixels)
     if is_base64(value):
-        return Picture(_decoded(value), max_pixels)
+        return Picture(decoded_base64(value), max_pixels)
+    check_path(value, "picture")
     path = value.removeprefix(FILE_URI)
     return Picture(str(Path(path).expanduser().absolute()), max_pixels)
+
+
+def is_image(value: Any) -> bool:
+    """Whether a value is a ``PIL.Image``."""
+    return hasattr(value, "tobytes") and hasattr(value, "save")
+
+
+def check_path(text: str, what: str) -> None:
+    """Raises ValueError if a text is no path of a picture or video."""
+    if not text.strip():
+        raise ValueError(f"the path of a {what} is an empty text")
+    if match := ADDRESS.match(text):
+        raise ValueError(f"{text[:80]!r} is an address of {match[0]}, which RayHelper cannot read. Give a path")
 
 
 def is_base64(text: str) -> bool:
@@ -159,9 +177,10 @@ def text_of(value: bytes) -> str | None:
     return text if text.isprintable() and text else None
 
 
-def _decoded(text: str) -> bytes:
+def decoded_base64(text: str) -> bytes:
+    """The bytes that a text is, in one line or in several. Raises ValueError if it is no base64."""
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)
     except binascii.Error as error:
         raise ValueError(f"{text[:20]!r}... ({len(text)} characters) is not base64: {error}") from None
 

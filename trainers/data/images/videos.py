@@ -18,7 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from trainers.data.images.pictures import FILE_URI, URL, Picture, downloaded, pictures_of, text_of
+from trainers.data.images.pictures import (
+    DATA_URI,
+    FILE_URI,
+    URL,
+    Picture,
+    check_path,
+    decoded_base64,
+    downloaded,
+    pictures_of,
+    text_of,
+)
 
 FPS = 2.0  # frames per second of a model whose video processor names none, as in Qwen's own code and in ms-swift
 DECODERS = (("torchcodec", "torchcodec"), ("pyav", "av"), ("decord", "decord"), ("opencv", "cv2"))  # and their modules
@@ -103,6 +113,9 @@ def video_of(value: Any, *, urls: bool = False) -> Video:
                 "or give a path"
             )
         return Video(downloaded(value))
+    if match := DATA_URI.match(value):
+        return Video(decoded_base64(value[match.end() :]))
+    check_path(value, "video")
     path = Path(value.removeprefix(FILE_URI)).expanduser().absolute()
     if path.suffix.lower() in PICTURE_FILES:
         raise ValueError(f"the video {value[:80]!r} is a picture. Write the frames of a video as a list in the list")

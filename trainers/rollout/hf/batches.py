@@ -17,14 +17,21 @@ from trainers.backends.scores.inputs import seen_by
 from trainers.batch import Ragged, Rollouts
 from trainers.losses.tokens import token_logps
 from trainers.rollout.base import Sampling
+from trainers.rollout.hf.biases import for_transformers
 from trainers.rollout.hf.draws import TRUNCATIONS, Draws
+
+# Fields of GenerationConfig that read the tokens of a row as they stand, padding too: their prompts have one length
+READ_PADDING = (
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "min_length"),
+)
 
 
 class Batches:
     """Completes batches of prompts with a model in evaluation mode and without defaults of its own."""
 
     def __init__(self, module: Any, pad_token_id: int, vision: Vision | None = None) -> None:
-        self.module, self.pad_token_id, self.vision = module, pad_token_id, vision
+        self.module = getattr(module, "thinker", module)  # of a model that also speaks: what answers in text
+        self.pad_token_id, self.vision = pad_token_id, vision
 
     def complete(
         self,
@@ -75,7 +82,9 @@ class Batches:
     def _generation_config(self, sampling: Sampling, stops: list[int]) -> Any:
         from transformers import GenerationConfig
 
-        further = {name: value for name, value in sampling.generation_kwargs.items() if name not in TRUNCATIONS}
+        size = int(self.module.get_input_embeddings().weight.shape[0])
+        given = for_transformers(sampling.generation_kwargs, size)
+        further = {name: value for name, value in given.items() if name not in TRUNCATIONS}
         return GenerationConfig(
             **{
                 "max_new_tokens": sampling.max_completion_length,

@@ -30,7 +30,8 @@ from trainers.parts.fingerprints import fingerprints
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.completions import completions_of, no_rollouts, rollouts_of
 from trainers.rollout.hf.attention import attending
-from trainers.rollout.hf.batches import Batches
+from trainers.rollout.hf.batches import READ_PADDING, Batches
+from trainers.rollout.hf.biases import BIASES
 from trainers.rollout.hf.draws import TRUNCATIONS, Draws, uniform
 from trainers.rollout.hf.norms import quick_norms
 from trainers.rollout.hf.requests import Request, kind_of
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from trainers.rollout.hf.decoder import Decoder
 
 KEPT_SHARE = 0.125  # of a GPU's memory: a larger cache is given back after every generation, with its graphs
+KNOWN_TO_SLOTS = {*TRUNCATIONS, *BIASES}  # fields of generation_kwargs
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +104,7 @@ class HfEngine:
         self._number = 0
         self._waiting: deque[Request] = deque()  # that neither slots nor batches have taken
         self._decoder: Decoder | None = None
-        self._is_probed = self._has_told = self._is_attending = False
+        self._is_probed = self._has_told = self._is_attending = self._keeps_rows = False
         self._attention = contextlib.ExitStack()
 
     def generate(
@@ -131,6 +133,7 @@ class HfEngine:
         with self._generating():
             try:
                 first = self.submit(numbered, sampling, seed=seed).start
+                self._keeps_rows = False  # nobody comes back
                 while self.num_running:
                     for completion in self._advance(None if between is None else interval):
                         place = completion.number - first
@@ -151,6 +154,8 @@ class HfEngine:
     def submit(self, prompts: Prompts, sampling: Sampling, *, seed: int) -> range:
         """The numbers under which ``advance`` gives out the prompts' completions. Others may be running.
 
+        Until ``abort``, rows of the cache are kept for prompts that begin with what was completed.
+
         Prompts draw by ``seed`` and their numbers; without numbers by their places and ``seed``.
 
         Raises:
@@ -158,6 +163,7 @@ class HfEngine:
         """
         refuse_empty_prompts(prompts)
         check_generation_kwargs(sampling.generation_kwargs)
+        self._keeps_rows = True
         if self.vision is not None:
             sampling = self.vision.words_alone(sampling)
         images = prompts.images or [()] * len(prompts)
@@ -204,10 +210,11 @@ class HfEngine:
         decoder = self._slots()
         is_idle = decoder is None or not (decoder.running or decoder.waiting)
         if decoder is not None:
-            while self._waiting and _known_to_slots(self._waiting[0].sampling):
+            while self._waiting and self._suits_slots(self._waiting[0].sampling):
                 decoder.submit(self._waiting.popleft())
             if decoder.running or decoder.waiting:
                 self._attend(in_slots=True)
+                decoder.kept.is_on = self._keeps_rows
                 return decoder.advance(version, most_steps)
         if not self._waiting or not is_idle:
             return []
@@ -217,13 +224,9 @@ class HfEngine:
     def _complete_batch(self) -> list[Completion]:
         """Those that wait first, of one kind, by transformers' ``generate``."""
         head = self._waiting[0]
-        batch: list[Request] = []
-        while self._waiting and len(batch) < (self.batch_size or len(self._waiting) + len(batch)):
-            if (self._waiting[0].sampling, self._waiting[0].stops) != (head.sampling, head.stops):
-                break
-            batch.append(self._waiting.popleft())
+        batch = self._batch_of(head)
         if self._decoder is not None and self.vision is None:
-            fields = ", ".join(sorted(head.sampling.generation_kwargs.keys() - set(TRUNCATIONS)))
+            fields = ", ".join(sorted(head.sampling.generation_kwargs.keys() - KNOWN_TO_SLOTS))
             self._say_once(f"generation_kwargs {fields} need it")
         draws = None
         if head.sampling.temperature:
@@ -236,6 +239,19 @@ class HfEngine:
             dataclasses.replace(completion, number=number)
             for number, completion in zip(numbers, completions_of(rollouts, 0), strict=True)
         ]
+
+    def _batch_of(self, head: Request) -> list[Request]:
+        """Those that wait and may be completed together with ``head``, in order."""
+        needs_one_length = not head.sampling.generation_kwargs.keys().isdisjoint(READ_PADDING)
+        batch: list[Request] = []
+        others: deque[Request] = deque()
+        for request in self._waiting:
+            is_alike = (request.sampling, request.stops) == (head.sampling, head.stops)
+            fits = not needs_one_length or len(request.prompt_ids) == len(head.prompt_ids)
+            has_room = self.batch_size is None or len(batch) < self.batch_size
+            (batch if is_alike and fits and has_room else others).append(request)
+        self._waiting = others
+        return batch
 
     def _slots(self) -> Decoder | None:
         """What decodes in slots; None where the architecture is not known to it."""
@@ -291,7 +307,7 @@ class HfEngine:
                 return
         raise ConfigError(
             f"rollout_engine: hf: {type(self.module).__name__} gives other log-probabilities in generation (with a "
-            f"cache and padding) than in training. The difference is {gap:.1f} nats per token. Take another engine, "
+            f"cache and padding) than in training. The difference is {gap:.1g} nats per token. Use another engine, "
             "such as rollout_engine: vllm."
         )
 
@@ -373,6 +389,6 @@ class HfEngine:
         elif not in_slots:
             self._attention.close()
 
-
-def _known_to_slots(sampling: Sampling) -> bool:
-    return sampling.generation_kwargs.keys() <= set(TRUNCATIONS)
+    def _suits_slots(self, sampling: Sampling) -> bool:
+        """Slots read no pictures."""
+        return self.vision is None and sampling.generation_kwargs.keys() <= KNOWN_TO_SLOTS

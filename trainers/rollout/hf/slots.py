@@ -14,6 +14,7 @@ import torch
 from trainers.losses.tokens import token_logps
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf.attention import has_kernels
+from trainers.rollout.hf.biases import Biases
 from trainers.rollout.hf.cache import SlotCache
 from trainers.rollout.hf.draws import drawn, truncations
 
@@ -40,13 +41,14 @@ class Slots:
         self.truncations = truncations(sampling, self.device) if self.temperature else []
         # Softmax and nothing else: no token is cut off, so none has to be sorted
         no_cuts = len(self.truncations) == (self.temperature != 1.0)
-        self.is_plain = bool(self.temperature) and self.penalty == 1.0 and no_cuts
+        self.biases = Biases(sampling, stops, self._num_tokens, self.device)
+        self.is_plain = bool(self.temperature) and self.penalty == 1.0 and no_cuts and not self.biases.is_on
         self.stops = torch.tensor(list(stops), device=self.device)
         self.num_slots = self.limit = 0
         self._make(0, 0)
 
     def _make(self, num_slots: int, limit: int) -> None:
-        size = int(self.module.get_input_embeddings().weight.shape[0]) if self.penalty != 1.0 else 0
+        size = self._num_tokens if self.penalty != 1.0 else 0
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "ids_S": ((num_slots,), torch.int64),
             "positions_S": ((num_slots,), torch.int64),
@@ -67,6 +69,10 @@ class Slots:
             setattr(self, name, new)
         self.rows_S = torch.arange(num_slots, device=self.device)
         self.num_slots, self.limit = num_slots, limit
+
+    @property
+    def _num_tokens(self) -> int:
+        return int(self.module.get_input_embeddings().weight.shape[0])
 
     def resize(self, num_slots: int, limit: int) -> None:
         """So many slots, of at most so many tokens; what is in them stays."""
@@ -136,7 +142,8 @@ class Slots:
         is_running_B.logical_and_(~is_stop_B & (self.counts_S[:width] < self.limits_S[:width]))
 
     def _chosen(self, scores_BV: torch.Tensor, width: int, place_B1: torch.Tensor) -> torch.Tensor:
-        """(B, 1) tokens, by transformers' order: repetition penalty, temperature, truncations, draw."""
+        """(B, 1) tokens, by transformers' order: biases, repetition penalty, temperature, truncations, draw."""
+        scores_BV = self.biases(scores_BV, self.counts_S[:width])
         if self.penalty != 1.0:
             penalised_BV = torch.where(scores_BV < 0, scores_BV * self.penalty, scores_BV / self.penalty)
             scores_BV = torch.where(self.is_seen_SV[:width], penalised_BV, scores_BV)

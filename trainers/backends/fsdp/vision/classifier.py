@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainers.data.images.processor import is_vision, seeing_part
+from trainers.backends.fsdp.vision.thinker import thinking_class
+from trainers.data.images.processor import is_speaking, is_vision
 
 ENDING = "ForSequenceClassification"
 
@@ -20,10 +21,10 @@ def classifier_class(configuration: Any) -> Any:
     from transformers import AutoModelForSequenceClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-    kind = type(configuration)
-    is_whole = seeing_part(configuration) is configuration  # of a part of a model there is no class
-    if is_whole and is_vision(configuration) and MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(kind, None) is None:
-        AutoModelForSequenceClassification.register(kind, _made_for(kind), exist_ok=True)  # kind is transformers' own
+    kind: Any = type(configuration)
+    if is_vision(configuration) and MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(kind, None) is None:
+        made = thinking_class(kind, scores=True) if is_speaking(configuration) else _made_for(kind)
+        AutoModelForSequenceClassification.register(kind, made, exist_ok=True)  # kind is transformers' own
     return AutoModelForSequenceClassification
 
 

@@ -15,24 +15,29 @@ from typing import Any, Literal
 import torch
 
 from trainers.backends.fresh_weights import VALUE_HEAD
-from trainers.data.images.processor import seeing_part
+from trainers.backends.fsdp.vision.thinker import language_class
+from trainers.data.images.processor import is_vision
 
 Part = Literal["vit", "aligner", "llm", "head"]  # head: of a sequence classifier; it always learns
 VISUAL: tuple[Part, ...] = ("vit", "aligner")  # that an adapter's modules_to_save may name
 MERGERS = ("merger", "merger_list", "deepstack_merger_list")  # parts of a tower
+PROJECTIONS = ("proj", "proj1", "proj2")  # of a tower that hears, likewise
 
 
 def part_of(module: Any) -> dict[str, Part]:
     """The part that each weight of the model is of, by its name in memory."""
-    tower = module.get_encoder(modality="image")
+    towers = [(module.get_encoder(modality="image"), MERGERS)]
+    hearing = module.get_encoder(modality="audio")  # without one it is the model itself
+    if hearing not in (module, getattr(module, "thinker", None)):
+        towers.append((hearing, PROJECTIONS))
     language = [module.get_decoder(), module.get_input_embeddings(), module.get_output_embeddings()]
     of_language = {id(weight) for part in language if part is not None for weight in part.parameters()}
-    mergers = [part for name, part in tower.named_children() if name in MERGERS]
+    mergers = [part for tower, names in towers for name, part in tower.named_children() if name in names]
     of_mergers = {id(weight) for part in mergers for weight in part.parameters()}
-    of_tower = {id(weight) for weight in tower.parameters()} - of_mergers
+    of_tower = {id(weight) for tower, _ in towers for weight in tower.parameters()} - of_mergers
 
     def part(name: str, weight: torch.Tensor) -> Part:
-        if name == VALUE_HEAD:
+        if name in (VALUE_HEAD, f"thinker.{VALUE_HEAD}"):
             return "head"
         return "llm" if id(weight) in of_language else "vit" if id(weight) in of_tower else "aligner"
 
@@ -63,7 +68,9 @@ def modules_of(module: Any, of: Iterable[Part]) -> list[str]:
             found.append(name)
             left -= inside
     if left:
-        raise ValueError(f"{sorted(left)[0]} of the {' and '.join(sorted(kept))} is in no module of theirs alone")
+        raise ValueError(
+            f"{sorted(left)[0]} of the {' and '.join(sorted(kept))} is in a module that also holds other parts"
+        )
     return found
 
 
@@ -80,12 +87,14 @@ def counted(folder: str) -> dict[Part, tuple[int, tuple[tuple[str, int, int], ..
 
     No weights are read.
     """
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoConfig
 
     try:
         configuration = AutoConfig.from_pretrained(folder)
+        if not is_vision(configuration):
+            return None
         with torch.device("meta"):
-            module = AutoModelForImageTextToText.from_config(seeing_part(configuration))
+            module = language_class(configuration).from_config(configuration)
         parts = part_of(module)
     except (ValueError, KeyError, OSError, AttributeError, ImportError):  # ImportError: a tower of a further package
         return None

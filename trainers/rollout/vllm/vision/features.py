@@ -27,7 +27,7 @@ from rayhelper import ConfigError
 from trainers.backends.fsdp.vision.pixels import documents_of
 from trainers.data.images.kept import Kept
 from trainers.data.images.pictures import Medium, Picture, Pictures
-from trainers.data.images.processor import has_videos, is_vision, load_processor
+from trainers.data.images.processor import has_videos, is_speaking, is_vision, load_processor
 from trainers.rollout.vllm.vision.rotations import rotation_overrides
 
 NEEDED = {"smolvlm": (("num2words", "SmolVLM's processor"),)}  # packages, beside torchvision
@@ -36,6 +36,11 @@ UNLIKE = {  # kinds of which vLLM (0.32) and transformers (5.19) compute other n
     "paddleocr_vl": "between the learned positions of patches vLLM interpolates without aligning the corners, and "
     "transformers aligns them",
 }
+UNCOMPARED = (
+    "gemma4",
+    "minicpmv4_6",
+    "llama4",
+)  # kinds of which nobody has compared vLLM's numbers with those of transformers
 CUT_ALONE = ("llava_onevision",)  # a picture beside others is not cut into parts by transformers
 Known = list[tuple[np.ndarray, Any]]  # of each picture: its tokens, and vLLM's feature
 
@@ -56,6 +61,15 @@ def check_sees(model: str | Path, key: str, *, trust_remote_code: bool = False) 
 
 def check_pictures(configuration: Any, key: str = "rollout_engine") -> None:
     """Raises ConfigError if vLLM cannot read pictures as a model of this configuration sees them; ``key`` chose it."""
+    if configuration.model_type in UNCOMPARED:
+        raise ConfigError(
+            f"{key}: vllm has not been compared with the trainer for {configuration.model_type}. Write hf."
+        )
+    if is_speaking(configuration):
+        raise ConfigError(
+            f"{key}: vllm does not get the weights of {configuration.model_type}, which is also an audio model. "
+            "Write hf."
+        )
     for package, why in (("torchvision", "a model that sees pictures"), *NEEDED.get(configuration.model_type, ())):
         if find_spec(package) is None:
             version = " (the version for your torch)" if package == "torchvision" else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainers.translate.table import Ours, Theirs
-from trainers.translate.verl_names import ACTOR, MODEL
+from trainers.translate.verl.names import ACTOR, MODEL
 
 COLUMNS = {"data.prompt_key": "prompt", "data.image_key": "images", "data.video_key": "videos"}
 

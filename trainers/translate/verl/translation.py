@@ -1,0 +1,150 @@
+"""verl's keys in ours, and siiRL's, which has the same ones and a few of its own: ``siirl.py``.
+
+Units differ. verl counts prompts (``train_batch_size``, ``ppo_mini_batch_size``) where sequences are counted here, and
+generations (``save_freq``, ``test_freq``, ``lr_warmup_steps``, ``total_training_steps``) where optimizer steps are.
+Read from verl/trainer/config (ppo_trainer.yaml and what it includes) and verl/trainer/ppo/core_algos.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainers.configuration.reading.given_keys import plain
+from trainers.translate.table import Ours, Theirs
+from trainers.translate.verl import grpo, ppo
+from trainers.translate.verl.backend import backend
+from trainers.translate.verl.engine import engine
+from trainers.translate.verl.images import columns
+from trainers.translate.verl.names import ACTOR, DIVIDED, ESTIMATORS, MODEL, REFUSED, RENAMED, ROLLOUT, WITHOUT
+from trainers.translate.verl.rewards import rewards
+from trainers.translate.verl.schedule import optimizer, run
+
+
+def translate(theirs: Theirs, ours: Ours) -> None:
+    """Fills ``ours`` from the keys of verl."""
+    theirs.rename(RENAMED)
+    if (chosen := theirs.take("model_engine")) not in (None, "dp"):
+        theirs.put(f"{ACTOR}.strategy", chosen, "model_engine")
+    estimator = theirs.take("algorithm.adv_estimator")
+    if estimator == "gae":
+        ours.trainer = "ppo"
+    elif estimator not in ESTIMATORS:
+        ours.refuse(
+            "algorithm.adv_estimator",
+            f"{estimator} is not translated (known: gae, which is PPO, and of GRPO's family {', '.join(ESTIMATORS)})",
+        )
+        theirs.taken |= theirs.values.keys()
+        return
+    _model(theirs, ours)
+    _data(theirs, ours)
+    rewards(theirs, ours)
+    (ppo if ours.trainer == "ppo" else grpo).translate(theirs, ours)
+    optimizer(theirs, ours)
+    if ours.trainer == "ppo":
+        ppo.critic(theirs, ours)
+    if theirs.take(f"{ACTOR}.loss_agg_mode") == "seq-mean-token-sum":
+        ours.divide_gradients(int(theirs.take("data.max_response_length")), DIVIDED)
+    engine(theirs, ours)
+    backend(theirs, ours)
+    run(theirs, ours)
+    _placement(theirs, ours)
+    if not theirs.take(f"{ROLLOUT}.multi_turn.enable"):
+        turns = [name for name in theirs.left() if name.startswith(f"{ROLLOUT}.multi_turn")]
+        ours.drop(theirs, turns, "multi_turn.enable is off")
+    for beginning, reason in REFUSED.items():
+        found = [
+            name for name in theirs.left() if name == beginning or name.startswith((f"{beginning}.", f"{beginning}_"))
+        ]
+        for name in found:
+            theirs.taken.add(name)
+            if theirs.values[name] not in (None, False, {}, []):
+                ours.refuse(name, reason)
+    for beginning, reason in WITHOUT.items():
+        ours.drop(theirs, [name for name in theirs.left() if name.startswith(beginning)], reason)
+
+
+def _model(theirs: Theirs, ours: Ours) -> None:
+    ours.say("model", theirs.take(f"{MODEL}.path"), theirs, f"{MODEL}.path")
+    if theirs.take(f"{MODEL}.tokenizer_path"):
+        ours.say("tokenizer", theirs.take(f"{MODEL}.tokenizer_path"), theirs, f"{MODEL}.tokenizer_path")
+    if theirs.take(f"{MODEL}.custom_chat_template"):
+        ours.say("chat_template", theirs.take(f"{MODEL}.custom_chat_template"), theirs, f"{MODEL}.custom_chat_template")
+    if theirs.take(f"{MODEL}.trust_remote_code"):
+        ours.say("trust_remote_code", True, theirs, f"{MODEL}.trust_remote_code")
+    rank_key = f"{MODEL}.lora.rank" if f"{MODEL}.lora.rank" in theirs else f"{MODEL}.lora_rank"
+    rank = theirs.take(rank_key)
+    part = rank_key.removesuffix("rank")
+    if rank:
+        ours.say("tuner_type", "lora", theirs, rank_key)
+        ours.say("lora_rank", rank, theirs, rank_key)
+        ours.say("lora_alpha", theirs.take(f"{part}alpha", 32), theirs, f"{part}alpha")
+        targets = theirs.take(f"{MODEL}.target_modules")
+        ours.say(
+            "lora_target_modules",
+            targets if isinstance(targets, list) else [targets],
+            theirs,
+            f"{MODEL}.target_modules",
+        )
+        if (excluded := theirs.take(f"{MODEL}.exclude_modules")) is not None:
+            ours.say("lora_kwargs", {"exclude_modules": excluded}, theirs, f"{MODEL}.exclude_modules")
+    ours.drop(
+        theirs,
+        [
+            *(f"{part}alpha", f"{MODEL}.target_modules", f"{MODEL}.exclude_modules"),
+            *(f"{MODEL}.lora.{name}" for name in ("lora_A_init_method", "dtype", "merge", "type")),
+        ],
+        "LoRA is off, or peft and megatron choose it",
+    )
+
+
+def _data(theirs: Theirs, ours: Ours) -> None:
+    ours.say("dataset", _files(theirs.take("data.train_files")), theirs, "data.train_files")
+    if theirs.take("data.val_files"):
+        ours.say("eval_dataset", _files(theirs.take("data.val_files")), theirs, "data.val_files")
+    columns(theirs, ours)
+    ours.say("shuffle_dataset", theirs.take("data.shuffle"), theirs, "data.shuffle")
+    ours.add("dataloader_drop_last", True, f"{theirs.system} leaves out the rows of an epoch that fill no batch")
+    if (seed := theirs.take("data.seed")) is not None:
+        ours.say("seed", seed, theirs, "data.seed")
+    ours.say("max_prompt_length", theirs.take("data.max_prompt_length"), theirs, "data.max_prompt_length")
+    if theirs.take("data.filter_overlong_prompts", False):
+        ours.say("drop_long_prompts", True, theirs, "data.filter_overlong_prompts")
+    ours.say("max_completion_length", theirs.take("data.max_response_length"), theirs, "data.max_response_length")
+    if kwargs := theirs.below("data.apply_chat_template_kwargs."):
+        ours.say(
+            "chat_template_kwargs", kwargs, theirs, *(f"data.apply_chat_template_kwargs.{name}" for name in kwargs)
+        )
+    for name in ("train_max_samples", "val_max_samples"):
+        if theirs.take(f"data.{name}", -1) not in (-1, None):
+            ours.refuse(f"data.{name}", "write dataset: FILE#COUNT, which draws so many rows")
+
+
+def _placement(theirs: Theirs, ours: Ours) -> None:
+    """Which role runs on which GPUs."""
+    nodes, each = theirs.take("trainer.nnodes"), theirs.take("trainer.n_gpus_per_node")
+    tensor = theirs.take(f"{ROLLOUT}.tensor_model_parallel_size")
+    if not all(type(one) is int for one in (nodes, each, tensor)):
+        ours.refuse(
+            "trainer.nnodes",
+            f"nnodes, n_gpus_per_node and tensor_model_parallel_size must be numbers, got {nodes}, {each}, {tensor}",
+        )
+        return
+    is_vllm = any(line.key == "rollout_engine" and line.value == "vllm" for line in ours.lines)
+    ours.add("use_ray", True, f"{theirs.system} runs on Ray")
+    ours.say("nnodes", nodes, theirs, "trainer.nnodes")
+    ours.say("nproc_per_node", each, theirs, "trainer.n_gpus_per_node")
+    if is_vllm and tensor > 1:
+        ours.say("vllm_tensor_parallel_size", tensor, theirs, f"{ROLLOUT}.tensor_model_parallel_size")
+        ours.say("train", {"gpus": nodes * each}, theirs, "trainer.nnodes", "trainer.n_gpus_per_node")
+        note = "separate processes on the devices of train: an engine uses several workers"
+        ours.add("rollout", {"gpus": nodes * each, "shares_devices_with": "train"}, note)
+    else:
+        ours.add("colocate_groups", [["train", "rollout"]], "policy and engine share their workers, as in verl")
+        for role in ("train", "rollout"):
+            ours.say(role, {"gpus": nodes * each}, theirs, "trainer.nnodes", "trainer.n_gpus_per_node")
+
+
+def _files(value: Any) -> Any:
+    """One file or a list of them; text may say a list."""
+    found = plain(value.replace("'", '"')) if isinstance(value, str) and value.startswith("[") else value
+    return found[0] if isinstance(found, list) and len(found) == 1 else found

@@ -6,6 +6,7 @@ import gc
 from typing import Any
 
 from rayhelper import RayHelper
+from rayhelper.roles.parts import Identity
 from tests.rayhelper.parts.stories import Run, only, raised, runs, says, story
 
 APART = ("two", "three", "shared")  # layouts in which some worker hosts no role train, or no role judge
@@ -206,3 +207,9 @@ def test_another_order_is_another_class_in_its_place(run: Run) -> None:
     seen, after = run(in_another_order)
     assert says(seen, "RoleError", "rank 0", "Policy", "Frozen")
     assert after == AFTERWARDS
+
+
+def test_a_class_of_a_function_is_the_same_one_by_value() -> None:
+    """Pickled by value it keeps only the last part of its name."""
+    here, there = (type("Inner", (), {"__qualname__": name}) for name in ("story.<locals>.Inner", "Inner"))
+    assert Identity(here(), None, "0").record() == Identity(there(), None, "0").record()

@@ -60,7 +60,7 @@ class SFTConfig(TrainConfig):
     per_device_eval_batch_size: int = 8
     """Sequences that a worker passes through the model at once in evaluation."""
     max_eval_sequences: int | None = None
-    """Largest number of sequences in an evaluation (with packing: of packs). The first ones are taken. null: all."""
+    """Largest number of sequences in an evaluation (with packing: of packs). The first ones are used. null: all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,5 +114,8 @@ class PretrainConfig(SFTConfig):
     NAMES: ClassVar = ("pretrain", "pt")
 
     output_dir: str = "outputs/pretrain"
+    use_chat_template: bool = True
+    """false: the text of a conversation is learned unchanged, without the chat template. A conversation then has one
+    turn of the assistant, or one of the user and one of the assistant."""
     packing: bool = True
     packing_strategy: PackingStrategy = "wrapped"

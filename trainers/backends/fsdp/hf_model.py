@@ -24,6 +24,7 @@ from trainers.backends.fsdp.sharding import as_placed
 from trainers.backends.fsdp.tuners.adapters import own_weights, trained_names
 from trainers.backends.fsdp.tuners.quantized import compute_alike, loading_arguments, quantized_layers, written_whole
 from trainers.backends.fsdp.vision.classifier import classifier_class
+from trainers.backends.fsdp.vision.headless import attach_headless
 from trainers.backends.fsdp.vision.thinker import language_class
 from trainers.data.images.processor import is_vision
 
@@ -73,6 +74,7 @@ def build_model(
         built, _ = _without_report(AutoModel, model, **settings)
     else:
         built = language_class(configuration).from_pretrained(model, **settings)
+        attach_headless(built)
     if quantization:  # it is on its device, and cannot be moved
         compute_alike(built)
     else:
@@ -117,7 +119,7 @@ def _cap_scores(model: Any, asked: str | None) -> None:
     if asked is not None:
         raise ConfigError(
             f"model_init_kwargs: attn_implementation: sdpa ignores the soft cap of {type(model).__name__}'s "
-            f"attention scores (attn_logit_softcapping {config.attn_logit_softcapping}). Take eager."
+            f"attention scores (attn_logit_softcapping {config.attn_logit_softcapping}). Use eager."
         )
     model.set_attn_implementation("eager")
 

@@ -307,7 +307,7 @@ class HfEngine:
                 return
         raise ConfigError(
             f"rollout_engine: hf: {type(self.module).__name__} gives other log-probabilities in generation (with a "
-            f"cache and padding) than in training. The difference is {gap:.1g} nats per token. Take another engine, "
+            f"cache and padding) than in training. The difference is {gap:.1g} nats per token. Use another engine, "
             "such as rollout_engine: vllm."
         )
 

@@ -87,7 +87,7 @@ def _of_command(parser: argparse.ArgumentParser, subcommand: str, options: list[
     from rayhelper.programs import as_file
 
     if subcommand == "check":
-        told = f"check looks at a class, and a command is planned: rayhelper plan -- {' '.join(command)}"
+        told = f"check reads a class. To plan a command, write rayhelper plan -- {' '.join(command)}"
         print(f"error: {told}", file=sys.stderr)
         return 2
     try:

@@ -40,9 +40,14 @@ def class_named(target: str) -> type:
     return found
 
 
-def _of_name(name: str, qualname: str) -> ModuleType:
+def search_current_folder() -> None:
+    """Put the current folder on ``sys.path``, as ``python -m`` does; a console command does not."""
     if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.insert(0, str(Path.cwd()))
+
+
+def _of_name(name: str, qualname: str) -> ModuleType:
+    search_current_folder()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -53,7 +58,9 @@ def _of_name(name: str, qualname: str) -> ModuleType:
             f"set PYTHONPATH, or name its file: path/to/{name.rpartition('.')[2]}.py:{qualname}."
         ) from None
     except (ValueError, TypeError):  # a relative name, or an empty part of one
-        raise ConfigError(f"{name!r} is no name of a module. Write module:Class, or path/to/file.py:Class.") from None
+        raise ConfigError(
+            f"{name!r} is not the name of a module. Write module:Class, or path/to/file.py:Class."
+        ) from None
 
 
 def is_file(where: str) -> bool:

@@ -137,7 +137,7 @@ def test_the_examples_are_listed_and_no_folder_is_overwritten(installed: Install
     done = installed.run("rayhelper", "examples", "copy", "full")
     assert (done.returncode, done.stderr) == (
         2,
-        "error: full is there already, and is not empty. Name another folder.\n",
+        "error: full already exists and is not empty. Name another folder.\n",
     )
     assert [file.name for file in (installed.folder / "full").iterdir()] == ["kept.txt"]
 

@@ -97,7 +97,7 @@ def is_written(folder: Path) -> bool:
     failed = sorted(folder.rglob(f"rank_*{FAILED}"))
     if failed:
         told = failed[0].read_text(encoding="utf-8") or "it could not say why"
-        raise RuntimeError(f"{folder} is no checkpoint: {failed[0].stem} could not write its part ({told})")
+        raise RuntimeError(f"{folder} is not a checkpoint: {failed[0].stem} could not write its part ({told})")
     return next(folder.rglob(f"rank_*{WRITING}"), None) is None
 
 
@@ -169,7 +169,7 @@ def _why_not(folder: Path, without_manifest: bool) -> str | None:
     """Why a run cannot go on from a checkpoint, in words; None: it can."""
     if has_manifest(folder) or without_manifest:
         return damage(folder)
-    return f"it has no {MANIFEST_FILE}, so that its files cannot be checked; resume_without_manifest: true takes it"
+    return f"it has no {MANIFEST_FILE}, so its files cannot be checked; resume_without_manifest: true accepts it"
 
 
 def rotate(output_dir: Path, save_total_limit: int | None, best: str | None = None) -> None:
@@ -206,8 +206,9 @@ def chosen(value: str | bool | None, output_dir: Path, *, without_manifest: bool
     folder = Path(value)
     if not _is_whole(folder):
         known = ", ".join(str(path) for path in checkpoints(folder)) or "none there"
-        lacks = "a worker had not written all" if (folder / STATE_FILE).is_file() else f"it has no {STATE_FILE}"
-        raise ConfigError(f"resume_from_checkpoint: {value!r} is no checkpoint ({lacks}); checkpoints: {known}")
+        is_partial = (folder / STATE_FILE).is_file()
+        lacks = "a worker had not written all of its files" if is_partial else f"it has no {STATE_FILE}"
+        raise ConfigError(f"resume_from_checkpoint: {value!r} is not a checkpoint ({lacks}); checkpoints: {known}")
     if not has_manifest(folder) and not without_manifest:
         raise ConfigError(
             f"resume_from_checkpoint: {value!r} has no {MANIFEST_FILE}, so its files cannot be checked. Every "
@@ -216,8 +217,8 @@ def chosen(value: str | bool | None, output_dir: Path, *, without_manifest: bool
         )
     if told := damage(folder):
         raise ConfigError(
-            f"resume_from_checkpoint: {value!r} is damaged: {told}. Name another checkpoint, or 'auto' for the newest "
-            f"whole one of output_dir. If you changed the file yourself, remove {MANIFEST_FILE} and add "
+            f"resume_from_checkpoint: {value!r} is damaged: {told}. Name another checkpoint, or 'auto' for the "
+            f"newest complete one of output_dir. If you changed the file yourself, remove {MANIFEST_FILE} and add "
             "resume_without_manifest: true."
         )
     return Choice(folder, _unchecked(folder))

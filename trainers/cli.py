@@ -187,7 +187,7 @@ def _run(trainer: Any, config: Any, header: str | None) -> dict[str, float]:
     if config.use_ray and num_processes > 1:
         raise ConfigError(
             f"torchrun started {num_processes} processes, each of which would start the workers of use_ray. Start one "
-            "process for Ray, or let torchrun's be the workers: --use_ray false"
+            "process for Ray, or let torchrun's processes be the workers: --use_ray false"
         )
     if not config.use_ray and num_processes == 1:
         _check_run(trainer, config, None)
@@ -259,7 +259,9 @@ def _trained(trainer: Any, config: Any) -> dict[str, float]:
     except Stopped:
         raise
     except SystemExit as error:
-        raise RuntimeError(f"something in the run called sys.exit({error.code!r}); see where above") from error
+        raise RuntimeError(
+            f"something in the run called sys.exit({error.code!r}); the lines above show where"
+        ) from error
 
 
 def _num_processes() -> int:

@@ -198,8 +198,8 @@ def checked_configuration(trainer: type, name: str) -> type[RunConfig]:
     keys = [key for key, hint in hints.items() if "ClassVar" not in str(hint)]
     if keys and "__dataclass_params__" not in vars(config_type):  # only a base of it is one
         raise ConfigError(
-            f"{config_type.__name__} says {', '.join(keys)}, which nobody would read. Write @dataclass(frozen=True, "
-            "kw_only=True) above the class."
+            f"{config_type.__name__} sets {', '.join(keys)}, which RayHelper would ignore. Write "
+            "@dataclass(frozen=True, kw_only=True) above the class."
         )
     check_declared(config_type.ROLES, trainer)
     return config_type
@@ -211,7 +211,7 @@ def check_declared(declared: Mapping[str, Role], trainer: Any) -> None:
     for name, role in declared.items():
         if role.host is not None and role.host not in declared:
             raise ConfigError(
-                f"ROLES lets role {name!r} live with {role.host!r}, which it does not declare (declared: "
+                f"ROLES places role {name!r} with {role.host!r}, which it does not declare (declared: "
                 f"{', '.join(declared)}){nearest(role.host, declared)}. Correct the host."
             )
     unused = [name for name in declared if name not in roles]

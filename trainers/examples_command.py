@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _copied(folder: Path) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        print(f"error: {folder} is there already, and is not empty. Name another folder.", file=sys.stderr)
+        print(f"error: {folder} already exists and is not empty. Name another folder.", file=sys.stderr)
         return 2
     shutil.copytree(
         examples(), folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "outputs", "run.sh")

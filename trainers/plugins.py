@@ -296,7 +296,7 @@ def resolve_model(model: str, *, output_dir: str | Path, seed: int, reuse: bool 
     before: Any = known.pop(model, None)
     is_same = isinstance(before, dict) and before.items() >= about.items()
     if reuse and is_same and (Path(str(before.get("folder"))) / "config.json").is_file():
-        logger.info("model %r was built before and is taken again: %s", model, before["folder"])
+        logger.info("model %r was built before and is used again: %s", model, before["folder"])
         return str(before["folder"])
     record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text(json.dumps({**known, model: about}))  # without a folder: it is not whole yet

@@ -110,7 +110,10 @@ def python_m_trainers(words: Sequence[str]) -> int:
     if not words or words[0].startswith("-"):
         print("usage: python -m trainers NAME --config FILE [--key VALUE ...]", file=sys.stderr)
         print(f"NAME is one of {', '.join(commands())},", file=sys.stderr)
-        print("or translate FILE|-- COMMAND, which writes another system's in our keys,", file=sys.stderr)
+        print(
+            "or translate FILE|-- COMMAND, which writes another system's file or command in RayHelper's keys,",
+            file=sys.stderr,
+        )
         print("or your own trainer: my_package.my_module:MyTrainer, or path/to/file.py:MyTrainer,", file=sys.stderr)
         print(
             f"or a command of ms-swift: swift (or megatron) {', '.join([*ms_swift.COMMANDS, ROLLOUT])},",

@@ -47,15 +47,18 @@ NEVER = {  # what is missing, by the beginning of what is said of it
     "vllm_server": "prompts completed by a server outside the run (swift rollout)",
 }
 SENSES = (  # the same of models that see or hear, by what the refusal holds
-    (r"backend: megatron cannot be|dataset: .* have images", "pictures with Megatron, or to a model that hears"),
+    (
+        r"backend: megatron does not support (this|the) model|dataset: .* have images",
+        "pictures with Megatron, or to a model that hears",
+    ),
     (r"dataset: .* rows have (videos|audios)", "videos and sounds"),
     (
-        r"has no configuration that can be read|brings its own code",
+        r"has no configuration that can be read|(brings|has) its own code",
         "models whose code comes with them, and not with transformers",
     ),
     (r"has its own reranker code", "models whose code comes with them, and not with transformers"),
     (
-        r"no class that AutoModelFor|has no (sequence )?classifier|also hears and speaks|is also an audio model",
+        r"which neither AutoModelFor|has no (sequence )?classifier|is also an audio model",
         "models that hear, and classifiers that see",
     ),
     (r"no files of an image processor", "no stand-in here: the processor is not tried"),

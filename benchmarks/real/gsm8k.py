@@ -12,13 +12,13 @@ SYSTEM = "Think step by step. Write the final number alone after ####."
 PLACES = ("shared/data/gsm8k", "../shared/data/gsm8k", "examples/grpo/gsm8k")  # the last has 64 problems
 
 
-def problems(folder: str | None) -> list[dict[str, str]]:
-    """The training rows, ``question`` and ``answer``; of the first place that is there, where no folder is named."""
+def problems(folder: str | None, split: str = "train") -> list[dict[str, str]]:
+    """The rows, ``question`` and ``answer``; of the first place that is there, where no folder is named."""
     for place in PLACES if folder is None else [folder]:
-        file = Path(place) / "train.jsonl"
+        file = Path(place) / f"{split}.jsonl"
         if file.exists():
             return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    raise SystemExit(f"there is no train.jsonl in {folder or ', '.join(PLACES)}: name its folder with --data")
+    raise SystemExit(f"there is no {split}.jsonl in {folder or ', '.join(PLACES)}: name its folder with --data")
 
 
 def write_prompts(rows: list[dict[str, str]], file: Path) -> None:

@@ -60,7 +60,7 @@ def _answered(table: dict[str, Any], question: list[Any]) -> Any:
         if table.get(name, expected) == expected:
             table[name] = desired
         return table[name]
-    raise ValueError(f"a meeting point knows no {operation!r}")
+    raise ValueError(f"a meeting point does not support {operation!r}")
 
 
 def store_over(client: Client, timeout_s: float) -> Any:

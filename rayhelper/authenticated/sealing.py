@@ -26,7 +26,7 @@ _HEAD_BYTES = _LENGTH.size + TAG_BYTES
 
 
 class AuthenticationError(ConnectionError):
-    """Somebody does not know the key, or a message is not the one that was sent."""
+    """Somebody does not know the key, or a received message differs from the message that was sent."""
 
 
 def code(key: bytes, *parts: Any) -> bytes:
@@ -61,14 +61,14 @@ class Session:
         while len(self._unread) >= _HEAD_BYTES:
             (length,) = _LENGTH.unpack_from(self._unread)
             if length > MAX_BYTES:
-                raise AuthenticationError("a message is longer than any that is sent")
+                raise AuthenticationError("a received message is longer than any message that RayHelper sends")
             end = _HEAD_BYTES + length
             if len(self._unread) < end:
                 break
             payload, tag = bytes(self._unread[_HEAD_BYTES:end]), bytes(self._unread[_LENGTH.size : _HEAD_BYTES])
             del self._unread[:end]
             if not hmac.compare_digest(tag, _tag(self._receives, self._num_received, payload)):
-                raise AuthenticationError("a message is not the one that was sent")
+                raise AuthenticationError("a received message differs from the message that was sent")
             self._num_received += 1
             payloads.append(payload)
         return payloads
@@ -133,7 +133,7 @@ class Handshake:
 
     def _check(self, tag: bytes, what: bytes) -> None:
         if not hmac.compare_digest(tag, self._derived(what)):
-            raise AuthenticationError("the other side does not know the key")
+            raise AuthenticationError("the other side does not have the key")
 
     def _derived(self, what: bytes) -> bytes:
         nonces = (self._own, self._other) if self._listens else (self._other, self._own)

@@ -228,7 +228,7 @@ class Channel:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ChannelError(f"channel {self._terms.name!r} was closed here. Make another.")
+            raise ChannelError(f"channel {self._terms.name!r} was closed here. Make another channel.")
 
     def _link(self, side: str) -> Link:
         """This process's link, made in the first round. Those of channels that the driver has closed are freed."""
@@ -239,7 +239,7 @@ class Channel:
             _LINKS[key] = Link(self._terms, self._reachable(), side)
         link = _LINKS[key]
         if link.broken is not None:
-            raise ChannelError(f"channel {self._terms.name!r} broke off earlier: {link.broken} Make another.")
+            raise ChannelError(f"channel {self._terms.name!r} failed earlier: {link.broken} Make another channel.")
         return link
 
     def _receive_here(self, device: torch.device | None) -> Generator[tuple[str, torch.Tensor], None, Receipt]:
@@ -275,7 +275,7 @@ class Reception(Iterator[tuple[str, "torch.Tensor"]]):
     def receipt(self) -> Receipt:
         """What was received; equal to what ``send`` returned. Raises ChannelError before everything was read."""
         if self._receipt is None:
-            raise ChannelError("the receipt is there when all tensors have been read.")
+            raise ChannelError("the receipt exists only after all tensors have been read.")
         return self._receipt
 
     def close(self) -> None:

@@ -151,7 +151,9 @@ class Lines:
                 raise ChannelError(f"{self.where()}: {line.peer} failed: {line.inbox[-1]['text']}")
 
     def _gone(self, line: Line) -> ChannelError:
-        return ChannelError(f"{self.where()}: {line.peer} is gone: its process ended, or it closed the channel.")
+        return ChannelError(
+            f"{self.where()}: {line.peer} has disconnected: its process ended, or it closed the channel."
+        )
 
     def _late(self, lines: Sequence[Line], what: str) -> DeadlineError:
         names = ", ".join(line.peer for line in lines)

@@ -65,7 +65,7 @@ class Terms:
         secret = self.secret or getattr(state.active, "run_key", None)
         if secret is None:
             raise ChannelError(
-                f"channel {self.name!r} was made under torchrun and its key is the run's, which this process does not "
+                f"channel {self.name!r} was made under torchrun with the key of the run, which this process does not "
                 "have. Start the run with the same RAYHELPER_KEY in the environment on every node."
             )
         return code(secret, self.purpose.encode())
@@ -93,12 +93,13 @@ class Link:
                 failing.pop_all()
         except AuthenticationError as error:
             raise ChannelError(
-                f"{self.where()}: who listens at {driver[0]}:{driver[1]} is not this channel's driver: {error}."
+                f"{self.where()}: the process that listens at {driver[0]}:{driver[1]} is not this channel's driver: "
+                f"{error}."
             ) from error
         except OSError as error:
             raise ChannelError(
                 f"{self.where()}: cannot reach the driver at {driver[0]}:{driver[1]} ({error}). "
-                "Either the channel was closed there, or this machine knows the driver by another address: "
+                "Either the channel was closed there, or this machine reaches the driver at another address: "
                 "Channel(..., host='ADDRESS'). Under torchrun all nodes must have the same RAYHELPER_KEY."
             ) from error
         self.lines = Lines(watch, terms.timeout_s, self.where)
@@ -159,7 +160,7 @@ def meet_receivers(link: Link) -> list[Endpoint]:
             if now > deadline:
                 raise DeadlineError(
                     f"{link.where()}: waited {terms.timeout_s:g} s for receivers; {len(ends)} of {terms.num_receivers} "
-                    "came. Every one of them must call receive(); num_receivers must be their number."
+                    "came. Every receiver must call receive(), and num_receivers must be their number."
                 )
             _show_out(visitors, [visitor for visitor in visitors if visitor.until <= now])
             until = min([deadline, *(visitor.until for visitor in visitors)])
@@ -238,7 +239,9 @@ def meet_sender(link: Link, device: torch.device | None) -> None:
     link.lines.peers.append(_dial(link))
     end = Endpoint.here(link.device)
     link.lines.send({"op": "hello", "endpoint": asdict(end)})
-    message = link.lines.receive("to choose a transport (it does so when all receivers and its first tensor are there)")
+    message = link.lines.receive(
+        "to choose a transport (it does so after all receivers have connected and its first tensor is ready)"
+    )
     name = _fitting(link, message, end)
     if name in ("shared_memory", "gloo"):
         link.device = device or torch.device("cpu")
@@ -272,7 +275,7 @@ def _dial(link: Link) -> Line:
     except OSError as error:
         raise ChannelError(
             f"{link.where()}: the sender at {address[0]}:{address[1]} accepts no connection ({error}). Either it has "
-            f"ended, or it already has its {link.terms.num_receivers} receivers: is num_receivers right?"
+            f"ended, or it already has its {link.terms.num_receivers} receivers: is num_receivers correct?"
         ) from error
     return Line(connection, session, "the sender")
 

@@ -93,7 +93,7 @@ def send(link: Link, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Recei
 def _send_buckets(link: Link, items: Iterable[tuple[str, torch.Tensor]]) -> Receipt:
     lines, transport, device = link.lines, link.transport, link.device
     assert transport is not None, "a transport was agreed on"
-    assert device is not None, "the first tensor was looked at"
+    assert device is not None, "the first tensor has been examined"
     tally, num_sent = Tally(link.transport_name), 0
 
     def empty_bucket() -> torch.Tensor:
@@ -179,7 +179,7 @@ def receive(
             link.lines.send({"op": "free"})
         receipt = tally.receipt()
         if receipt.checksum != message["checksum"]:
-            raise ChannelError(f"{link.where()}: other buckets came than were sent.")
+            raise ChannelError(f"{link.where()}: received other buckets than the sender sent.")
         link.lines.send({"op": "done"})
         link.last_tensor = None
         return receipt
@@ -203,7 +203,7 @@ def _hand_out(
         names = f"{pieces[0].name!r} to {pieces[-1].name!r}" if pieces else "no tensors"
         raise ChannelError(
             f"{link.where()}: the bucket with {names} has checksum {found:#x}, and {message['checksum']:#x} was sent: "
-            "its bytes changed on the way. Try another transport=... to find out where."
+            "its bytes changed in transit. Try another transport=... to find the cause."
         )
     if not hmac.compare_digest(str(message.get("code")), str(link.payload_code(data))):
         raise ChannelError(f"{link.where()}: a bucket has other bytes than the sender sent. Somebody changed them.")

@@ -272,7 +272,7 @@ def _open_memory_file(path: str, nbytes: int) -> torch.Tensor:
 
     try:
         if not _MEMORY_PATH.fullmatch(path) or not os.readlink(path).startswith(f"/memfd:{_MEMORY_FILE}"):
-            raise ChannelError(f"{path!r} is no memory of a sender. Nothing of it was opened.")
+            raise ChannelError(f"{path!r} is not the memory of a sender. Nothing of it was opened.")
         with open(path, "r+b") as file:
             return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
     except (OSError, ValueError) as error:

@@ -70,7 +70,7 @@ def collectives(flow: Flow) -> Iterator[Finding]:
                         node,
                         "collective-on-driver",
                         f"{name} is called on {flow.describe(method, site)}, but the driver is in no process group: "
-                        "it fails or hangs. Call it in a decorated method.",
+                        "the call fails or hangs. Call it in a decorated method.",
                     )
 
 

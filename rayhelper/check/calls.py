@@ -83,8 +83,8 @@ def values_in_construction(flow: Flow) -> Iterator[Finding]:
                     call.node,
                     "init-value-used",
                     f"the value of {flow.title(call.target)} (role {call.settings.role!r}) is {used}. But during "
-                    f"construction the call is skipped {absent}, and gives None there. Keep the value in an attribute "
-                    "of its own role, or make the call after construction.",
+                    f"construction the call is skipped {absent}, and returns None there. Keep the value in an "
+                    "attribute of its own role, or make the call after construction.",
                 )
 
 

@@ -154,7 +154,7 @@ def order(flow: Flow) -> Iterator[Finding]:
                     source.module.path,
                     entry.lineno,
                     "worker-not-topmost",
-                    f"@{ast.unparse(entry)} stands above @RayHelper.worker of {source.name}, so workers do not get "
+                    f"@{ast.unparse(entry)} is above @RayHelper.worker of {source.name}, so workers do not get "
                     "its changes of the class or its __init__. Put @RayHelper.worker on top.",
                 )
     for method in flow.methods:

@@ -156,8 +156,8 @@ def _driver_timeout_s(section: Any) -> float | None:
     if not isinstance(section, Mapping) or (unknown := [key for key in section if key not in DRIVER_KEYS]):
         got = shown(unknown[0] if isinstance(section, Mapping) else section)
         raise ConfigError(
-            f"section 'driver' of device_groups stands for the process that you start, and knows "
-            f"{', '.join(DRIVER_KEYS)} only, got {got}. Remove it there, or give the group or role another name."
+            f"section 'driver' of device_groups is the process that you start, and accepts {', '.join(DRIVER_KEYS)} "
+            f"only, got {got}. Remove it there, or give the group or role another name."
         )
     return timeout_of("section 'driver'", section.get("timeout_s"))
 

@@ -79,7 +79,7 @@ def _check_keys(where: str, section: Mapping[Any, Any], mistakes: Mistakes) -> N
 def _counted_ranks(where: str, section: Mapping[str, Any]) -> int | tuple[int, ...]:
     """What the section writes as its ranks: a count, or rising indices."""
     if "ranks" in section and "device_mapping" in section:
-        raise ConfigError(f"{where} has both ranks and device_mapping, two names of one thing. Remove device_mapping.")
+        raise ConfigError(f"{where} has both ranks and device_mapping, two names of one key. Remove device_mapping.")
     key = "device_mapping" if "device_mapping" in section else "ranks"
     if section.get(key) is None:
         raise ConfigError(f"{where} has no ranks. Add `ranks: 4`, `ranks: [0, 1]` or `ranks: list(range(0, 2))`.")
@@ -90,7 +90,7 @@ def _ranks(where: str, value: Any) -> int | tuple[int, ...]:
     """A count, or rising indices; text may hold either, or a range."""
     ranks = _ranks_of_text(where, value) if isinstance(value, str) else value
     if isinstance(ranks, int) and not isinstance(ranks, bool):
-        return check_count(where, ranks, "Ask for 1 or more, or remove the group.", MAX_RANKS)
+        return check_count(where, ranks, "Write 1 or more, or remove the group.", MAX_RANKS)
     if not isinstance(ranks, (list, tuple, range)):
         raise ConfigError(
             f"{where} must be a count or indices, got {shown(value)}. Write 4, [0, 1] or list(range(0, 2))."
@@ -101,7 +101,7 @@ def _ranks(where: str, value: Any) -> int | tuple[int, ...]:
         raise ConfigError(f"{where} holds {held}. Write the ranks that the group uses, or remove the group.")
     for rank in ranks:
         if type(rank) is not int or rank < 0:
-            raise ConfigError(f"{where} holds {shown(rank)}. Indices are whole numbers from 0 on: write [0, 1].")
+            raise ConfigError(f"{where} holds {shown(rank)}. Indices are whole numbers from 0: write [0, 1].")
     rising = sorted(ranks)
     for one, other in itertools.pairwise(rising):
         if one == other:
@@ -125,6 +125,6 @@ def _ranks_of_text(where: str, text: str) -> Any:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         raise ConfigError(
-            f"{where} is {shown(text)}, which is no form of ranks. Write 4, [0, 1], list(range(0, 2)) or "
+            f"{where} is {shown(text)}, which is not a form of ranks. Write 4, [0, 1], list(range(0, 2)) or "
             "list(range(0, 8, 2))."
         ) from None

@@ -64,7 +64,7 @@ def _role_group(
     ):
         mistakes.note(f"{where} has {key}, but device {shown(section['device'])}. Remove device.")
     size = mistakes.attempt(
-        check_count, f"{key} of {where}", section[key], "Ask for 1 or more, or remove the section.", MAX_RANKS
+        check_count, f"{key} of {where}", section[key], "Write 1 or more, or remove the section.", MAX_RANKS
     )
     check_parallel_sizes(where, section, f"{key}: {size}", size or 0, mistakes)
     options = options_of(where, section, device, size or 0, mistakes)
@@ -83,7 +83,7 @@ def _on_groups(
     if host in partners.get(group.name, ()):
         mistakes.note(
             f"section {group.name!r} shares devices with {host!r}, with which it is colocated: one process has both "
-            f"roles. Remove {SHARE_KEY}, or take one out of colocate_groups."
+            f"roles. Remove {SHARE_KEY}, or remove one from colocate_groups."
         )
         return None
     return replace(group, shares_devices_with="+".join(partners.get(host, (host,))))
@@ -113,7 +113,7 @@ def check_parallel_sizes(where: str, section: Mapping[str, Any], asked: str, siz
             terms = " x ".join(f"{key} {value}" for key, value in sizes.items())
             mistakes.note(
                 f"{terms}{f' = {product}' if len(sizes) > 1 else ''} of {where} does not divide its {asked}. "
-                f"Ask for a multiple of {product}, or make the parallel sizes smaller."
+                f"Write a multiple of {product}, or make the parallel sizes smaller."
             )
 
 
@@ -157,17 +157,17 @@ def _joined(members: Sequence[DeviceGroup | None], mistakes: Mistakes) -> Device
         if (first.device, first.size) != (member.device, member.size):
             mistakes.note(
                 f"{pair} have different sizes: {first.size} {first.device} and {member.size} {member.device}. "
-                "They share processes: give them the same number, or take one out of colocate_groups."
+                "They share processes: give them the same number, or remove one from colocate_groups."
             )
         elif first.gpus_per_worker != member.gpus_per_worker:
             mistakes.note(
                 f"{pair} have gpus_per_worker {first.gpus_per_worker} and {member.gpus_per_worker}. "
-                "They share processes: give them the same gpus_per_worker, or take one out of colocate_groups."
+                "They share processes: give them the same gpus_per_worker, or remove one from colocate_groups."
             )
         elif first.shares_devices_with != member.shares_devices_with:
             mistakes.note(
                 f"{pair} have {SHARE_KEY} {first.shares_devices_with} and {member.shares_devices_with}. They share "
-                "processes: write the same in both sections, or take one out of colocate_groups."
+                "processes: write the same in both sections, or remove one from colocate_groups."
             )
         for key, unset in SHARED_OPTIONS.items():
             value = getattr(member, key)

@@ -40,8 +40,8 @@ def roles_of(where: str, workers: Any) -> tuple[str, ...]:
             raise ConfigError(f"{where} hosts the role 'driver', which always is the driver itself. Remove it there.")
         if role == OWN:
             raise ConfigError(
-                f"{where} hosts the role 'own', which stands for the role of the class that inherits a method. Name "
-                "that role."
+                f"{where} hosts the role 'own', which is a placeholder for the role of the class that inherits a "
+                "method. Name that role."
             )
         if roles.count(role) > 1:
             raise ConfigError(f"workers of {where} names role {role!r} twice. Remove one of them.")
@@ -98,7 +98,7 @@ def _gpus_per_worker(where: str, gpus_per_worker: Any, device: Device | None, si
     if size % width:
         raise ConfigError(
             f"gpus_per_worker {width} of {where} does not divide its {size} {device or 'ranks'}. "
-            f"Ask for a multiple of {width}, or make gpus_per_worker smaller."
+            f"Write a multiple of {width}, or make gpus_per_worker smaller."
         )
     return width
 

@@ -32,7 +32,7 @@ def host_of(where: str, name: str, sections: Mapping[str, Mapping[str, Any]]) ->
     host = sections[name][SHARE_KEY]
     if not isinstance(host, str) or host not in sections:
         raise ConfigError(
-            f"{where} has {SHARE_KEY} {shown(host)}, which is not there (there are: {', '.join(sections)}"
+            f"{where} has {SHARE_KEY} {shown(host)}, which does not exist (existing: {', '.join(sections)}"
             f"{nearest(host, sections, '; nearest: {!r}')}). Correct the name."
         )
     if host == name:
@@ -40,7 +40,7 @@ def host_of(where: str, name: str, sections: Mapping[str, Mapping[str, Any]]) ->
     if shares(sections[host]):
         raise ConfigError(
             f"{where} shares devices with {host!r}, which has no devices of its own: it shares the devices of "
-            f"{shown(sections[host][SHARE_KEY])}. Name one that has its own."
+            f"{shown(sections[host][SHARE_KEY])}. Name a group that has its own devices."
         )
     return host
 

@@ -139,7 +139,7 @@ def workers_by_node(group: DeviceGroup, nproc_per_node: int | None) -> Counter[i
         if first // nproc_per_node != last // nproc_per_node:
             raise PlacementError(
                 f"worker {start // width} of group {group.name!r} needs {width} {group.device} of one node. With "
-                f"{nproc_per_node} per node, its ranks {first} to {last} lie on two nodes. Set nproc_per_node in "
+                f"{nproc_per_node} per node, its ranks {first} to {last} are on two nodes. Set nproc_per_node in "
                 f"device_groups to a multiple of {width}, or choose other ranks."
             )
         workers[first // nproc_per_node] += 1
@@ -161,7 +161,7 @@ def _places(
                 f"the cluster cannot hold the device groups. No node is left with {asked} free, which node {k} of "
                 "the "
                 f"configuration needs.\n{_asked_table(groups, layout)}\n{_free_table(nodes)}\n"
-                "Ask for fewer or for other nproc_per_node, add nodes, or end other jobs."
+                "Request fewer or change nproc_per_node, add nodes, or end other jobs."
             )
     return places
 
@@ -222,7 +222,7 @@ def _asked_table(groups: DeviceGroups, layout: dict[str, Counter[int]]) -> str:
         on_nodes = [(k, count * group.gpus_per_worker) for k, count in sorted(layout.get(group.name, {}).items())]
         sizes = {size for _, size in on_nodes}
         if group.shares_devices_with is not None:
-            per_node = f"those of {group.shares_devices_with}"
+            per_node = f"the devices of {group.shares_devices_with}"
         elif len(sizes) == 1 and len(on_nodes) > 2:
             per_node = f"{sizes.pop()} on each of {len(on_nodes)} nodes"
         else:

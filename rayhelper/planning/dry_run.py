@@ -127,13 +127,13 @@ def make_plan(
     for where, keys in sections.items():
         if unread := [key for key in UNREAD_KEYS if key in keys]:
             findings.warnings.append(
-                f"{' and '.join(unread)} of {where} say more than a plan reads, which is then of other sizes than the "
-                "run. Write backend: megatron and the sizes as keys of their own."
+                f"{' and '.join(unread)} of {where} hold more than a plan reads, so the plan would have other sizes "
+                "than the run. Write backend: megatron and the sizes as keys of their own."
             )
     if gpus_per_node is None:
         gpus_per_node = groups.nproc_per_node or DEFAULT_GPUS_PER_NODE
         if groups.nproc_per_node is None:
-            findings.assume(f"{gpus_per_node} GPUs a node")
+            findings.assume(f"{gpus_per_node} GPUs per node")
     nproc_per_node = groups.nproc_per_node or (None if groups.nnodes == 1 else gpus_per_node)
     layout = _layout(groups, nproc_per_node, findings)
     asked = demands(groups, layout)
@@ -230,7 +230,7 @@ def _check_fit(asked: Mapping[int, Demand], num_nodes: int, gpus_per_node: int, 
     large = {k: demand.total() for k, demand in asked.items() if demand.total() > gpus_per_node}
     if large:
         k, size = next(iter(large.items()))
-        others = f" (and {len(large) - 1} more nodes ask for too many)" if len(large) > 1 else ""
+        others = f" (and {len(large) - 1} more nodes request too many)" if len(large) > 1 else ""
         findings.mistakes.note(
             f"node {k} of the configuration is asked for {size} accelerators, and a node has {gpus_per_node}{others}. "
             f"Set nproc_per_node to {gpus_per_node}"
@@ -243,7 +243,7 @@ def _check_fit(asked: Mapping[int, Demand], num_nodes: int, gpus_per_node: int, 
         findings.mistakes.note(
             f"the groups are on {len(asked)} nodes ({used} accelerators), and the cluster has {num_nodes} nodes x "
             f"{gpus_per_node} = {num_nodes * gpus_per_node} accelerators. Add {missing} "
-            f"{'node' if missing == 1 else 'nodes'}, or ask for "
+            f"{'node' if missing == 1 else 'nodes'}, or request "
             + (
                 f"{used - num_nodes * gpus_per_node} accelerators fewer."
                 if used > num_nodes * gpus_per_node

@@ -168,7 +168,7 @@ def _shape_mistakes(where: str, sizes: ParallelSizes, settings: Mapping[str, Any
         if ep > 1:
             yield (
                 f"{EXPERT_KEY} {ep} of {where} divides experts, but the model has none. Remove it: a dense model "
-                "cannot be beside experts that are divided."
+                "cannot share workers with divided experts."
             )
         return
     if shape.num_experts % ep:
@@ -205,7 +205,7 @@ def _stage_mistakes(where: str, sizes: ParallelSizes, num_layers: int) -> Iterat
         if rest:
             yield (
                 f"{told} of {where} are all stages of {PIPELINE_KEY} {sizes.pipeline}, but {sum(given.values())} "
-                f"layers are not the model's num_hidden_layers {num_layers}. Write only one of them, or a larger "
+                f"layers differ from the model's num_hidden_layers {num_layers}. Write only one of them, or a larger "
                 f"{PIPELINE_KEY}."
             )
         return

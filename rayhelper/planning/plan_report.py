@@ -87,7 +87,7 @@ def as_lines(made: Plan) -> Iterator[str]:
     if findings.assumed:
         yield f"assumed: {'; '.join(findings.assumed)}"
     if any(planned.peak_bytes is not None for planned in made.groups):
-        yield f"memory is an estimate, of the fullest GPU; runtime is {_gib(RUNTIME_BYTES)} GiB reserved per process"
+        yield f"memory is an estimate for the fullest GPU; runtime is {_gib(RUNTIME_BYTES)} GiB reserved per process"
     yield from _numbered("warning", findings.warnings)
     yield from _numbered("mistake", [str(mistake) for mistake in findings.mistakes])
     if made.is_partial:
@@ -100,7 +100,7 @@ def _total_text(made: Plan) -> str:
         return f"{gpus}, {made.num_asked:,} used, {made.num_gpus - made.num_asked:,} idle"
     if made.num_asked > made.num_gpus:
         return f"{gpus}: {made.num_asked:,} asked for, {made.num_gpus:,} there"
-    return f"{gpus}: {made.num_asked:,} asked for, which do not fit the nodes"
+    return f"{gpus}: {made.num_asked:,} requested, which do not fit the nodes"
 
 
 def _group_lines(planned: GroupPlan, gpu_bytes: int) -> Iterator[str]:
@@ -126,7 +126,7 @@ def _group_lines(planned: GroupPlan, gpu_bytes: int) -> Iterator[str]:
         if guests := [role for role in planned.guests if (role in planned.counted_guests) is is_counted]:
             yield f"  also     {', '.join(guests)}, which no group names; memory {told}"
     if planned.peak_bytes is not None and group.shares_devices_with is not None:
-        yield f"  memory   counted with that of {group.shares_devices_with}"
+        yield f"  memory   counted with group {group.shares_devices_with}"
     elif planned.peak_bytes is not None:
         yield f"  memory   peak {_gib(planned.peak_bytes)} of {_gib(gpu_bytes)} GiB per GPU{_peak_text(planned)}"
 
@@ -175,7 +175,7 @@ def _bundle_text(planned: GroupPlan) -> Iterator[str]:
     """What is asked of the cluster: bundles of a placement group, node by node."""
     group = planned.group
     if group.shares_devices_with is not None:
-        yield f"those of {group.shares_devices_with}, {_amounts(resources(group, planned.num_groups))} of each"
+        yield f"the devices of {group.shares_devices_with}, {_amounts(resources(group, planned.num_groups))} of each"
         return
     ask = _amounts(bundle(group, planned.num_groups))
     if not planned.shares:

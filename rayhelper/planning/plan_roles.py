@@ -147,7 +147,7 @@ def _plan_model(place: Place) -> RolePlan:
         settings = {key: value for key, value in settings.items() if key != "sequence_parallel"}
     _warn_of_torn(place, TENSOR_KEY, sizes.tensor * max(1, place.group.gpus_per_worker))
     _warn_of_torn(place, SEQUENCE_KEY, sizes.shared_rows, "sequence-parallel")
-    shape, unknown = _shape(place) if does != "unknown" else (None, "the configuration does not say its model")
+    shape, unknown = _shape(place) if does != "unknown" else (None, "the configuration does not name its model")
     _note(place, size_mistakes(where, sizes, settings, shape))
     memory = None
     if shape is not None and place.group.device != "CPU":
@@ -245,7 +245,7 @@ def read_shape(model: Any, where: str, remedy: str, findings: Findings) -> tuple
     if len(findings.mistakes) > before:
         return None, "its shape has a mistake"
     if shape is None:
-        return None, f"{model!r} is no folder here; {remedy}"
+        return None, f"{model!r} is not a folder here; {remedy}"
     shape, is_whole = with_tower(shape, model)
     if not is_whole:
         findings.assume(f"of {where} the language model alone: its other parts cannot be counted here")
@@ -394,7 +394,7 @@ def _warn_of_torn(place: Place, key: str, width: int, kind: str = "tensor-parall
     if torn := num_torn(ranks, width, nproc_per_node):
         place.run.findings.warnings.append(
             f"{torn} of {len(ranks) // width} {kind} groups of {place.where} are on several nodes ({width} "
-            f"{place.group.device} each, {nproc_per_node} a node), so communication is slow. Make {key} a divisor of "
+            f"{place.group.device} each, {nproc_per_node} per node). So communication is slow. Make {key} a divisor of "
             f"{nproc_per_node}, and let the ranks begin at a multiple of it."
         )
 

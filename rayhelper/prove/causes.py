@@ -129,12 +129,12 @@ _USUAL_OF_THE_DRIVER = (
 _USUAL_OF_CONSTRUCTORS = "random numbers without a seed, or values of the process in __init__ (time, pid, environment)"
 _USUAL_OF_ROLES = (
     "one of these. Random numbers of both the driver and the role: with Ray off, dropout and a shuffle share one "
-    "generator, so give one of them its own torch.Generator. An argument that was changed in place. State outside of "
-    "the object: a module's globals, a class's attributes, the clock, a uuid, or a file that is written. Or state of "
+    "generator. Give one of them its own torch.Generator. An argument that was changed in place. State outside of "
+    "the object: a module's globals, a class's attributes, the clock, a uuid, or a written file. Or state of "
     "the process: environment, pid, folder, hash() of a text, the order of a set"
 )
 _ROWS = "the result depends on how the rows are divided"
-_USUAL_OF_WORKERS = f"{_ROWS}: a mean over a shard, a random number a worker, a rank"
+_USUAL_OF_WORKERS = f"{_ROWS}: a mean over a shard, a random number per worker, a rank"
 
 
 def of_calls() -> Cause:
@@ -164,8 +164,9 @@ def _ambient(case: Case) -> Iterator[Cause]:
         if name in one and name in other and one[name] != other[name]:
             yield Cause(
                 "ambient state",
-                f"ambient state: {name} is {one[name]} in one run and {other[name]} in the other. A role or the driver "
-                "sets it where the other does not see it. Set it in main, before the object is constructed",
+                f"ambient state: {name} is {one[name]} in one run and {other[name]} in the other. A role or the "
+                "driver sets it, and the other process keeps its own value. Set it in main, before the object is "
+                "constructed",
             )
 
 
@@ -186,7 +187,7 @@ def _changed_in_place(calls: Iterable[Seen]) -> Iterator[Cause]:
                     yield Cause(
                         "argument changed in place",
                         f"an argument that was changed in place: {seen.title} changes its argument "
-                        f"{note.changed[0]!r}. With Ray off and in process, others see the change. On separate "
+                        f"{note.changed[0]!r}. With Ray off and in process, others get the change. On separate "
                         "workers they do not, and under torchrun only some processes do. Change a copy, and return it",
                     )
 
@@ -200,14 +201,14 @@ def _seeds(case: Case) -> Iterator[Cause]:
     if case.unlike.how == "order":
         yield Cause(
             "order of rows",
-            f"the order of rows: {_whose(case)} shuffles without a seed ({read}). Seed it: a generator that is made "
-            "of nothing begins elsewhere in each run",
+            f"the order of rows: {_whose(case)} shuffles without a seed ({read}). Seed it: a generator without a "
+            "seed starts differently in each run",
         )
     outside = " (state outside of the object)" if in_role and not case.is_constructor else ""
     yield Cause(
         "seed",
-        f"random numbers without a seed{outside}: {_whose(case)} takes them from the system, {read}, whatever main "
-        "seeds. Make the generator from a seed",
+        f"random numbers without a seed{outside}: {_whose(case)} takes them from the system, {read}, regardless of "
+        "the seeds in main. Make the generator from a seed",
     )
 
 
@@ -277,8 +278,8 @@ def _draws(case: Case) -> Iterator[Cause]:
     if case.is_apart:
         yield Cause(
             "one generator for several roles",
-            f"random numbers that several roles draw: the generator of {moved[0]}, which they share on one worker and "
-            f"not apart. {_own_generator(moved[0])}",
+            f"random numbers that several roles draw: the generator of {moved[0]}, which they share on one worker, "
+            f"but not on separate workers. {_own_generator(moved[0])}",
         )
     driver = [seen for run in (case.here, case.there) for seen in run if set(moved) & set(seen.drawn_before)]
     if driver:
@@ -290,8 +291,8 @@ def _draws(case: Case) -> Iterator[Cause]:
     yield Cause(
         "seed",
         f"random numbers: the generator of {moved[0]} has different states in the two runs before the method draws "
-        "from it. Only in one run, something drew from it or seeded it, such as an earlier call, a library or the "
-        f"time. {_own_generator(moved[0])}",
+        "from it. In only one run, something drew from it or seeded it: an earlier call, a library or the time. "
+        f"{_own_generator(moved[0])}",
     )
 
 
@@ -324,7 +325,7 @@ def _rank(case: Case) -> Iterator[Cause]:
         read = next((one for one in found if any(repr(name) in one.how for name in ranks)), None)
     if read is not None:
         told = f"{_ROWS}, or on which rank has them" if case.tolerance else "the result depends on the worker"
-        yield Cause("rank", f"rank-dependent code: {told}: the role asks who it is, {read}")
+        yield Cause("rank", f"rank-dependent code: {told}: the role reads which worker it is, {read}")
 
 
 _OUTSIDE = {  # what is read: the kind, and what to do
@@ -360,8 +361,8 @@ def _settings(case: Case) -> Iterator[Cause]:
         if read.what == ENVIRONMENT and (names or not in_role):
             yield Cause(
                 "environment variable",
-                f"{_outside_words(case)}: an environment variable that is set otherwise there, {read}. Pass its value "
-                "as an argument, or add it to the group's env",
+                f"{_outside_words(case)}: an environment variable that is set differently there, {read}. Pass its "
+                "value as an argument, or add it to the group's env",
             )
         if read.what == FOLDER and "working folder" in unlike:
             yield Cause(
@@ -413,7 +414,7 @@ def _shared(case: Case) -> Iterator[Cause]:
             yield Cause(
                 "value changed in place",
                 f"a value that a role changes after it returned it: the value of {value} is changed in place by "
-                f"{call}. With Ray off the driver sees the change, and on workers it does not. Return a copy",
+                f"{call}. With Ray off the driver has the change. With workers it does not. Return a copy",
             )
         return
     for name, held in case.evidence.changed_by_driver:
@@ -472,7 +473,7 @@ def _shape_of(case: Case) -> Iterator[Cause]:
             "a set, or a collect or dispatch function that changes the order",
         )
     words = {
-        "dtype": ("dtype", "the type of numbers: a default dtype, autocast, or a conversion on the way"),
+        "dtype": ("dtype", "the type of numbers: a default dtype, autocast, or a conversion in between"),
         "device": ("device", "the device: a tensor is on another device. Move it in the role that uses it"),
         "shape": ("shape", "the number of items: padding to a longest row, or an average instead of rows"),
         "keys": ("missing key", "a key that only some workers or some steps have"),
@@ -492,7 +493,7 @@ def _rounding(case: Case) -> Iterator[Cause]:
     yield Cause(
         "order of sums",
         f"the order in which real numbers are added up{threads}. The runs differ by {case.unlike.size:.1e} of the "
-        "numbers' size, which is rounding and no mistake",
+        "numbers' size, which is rounding, not a mistake",
     )
 
 

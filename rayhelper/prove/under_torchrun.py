@@ -41,7 +41,7 @@ class UnderTorchrun:
         try:
             self.changes = dumps(changes_in(user_modules(), ()))
         except Exception as error:
-            self.refused = f"values that main has set in its modules do not pickle: {error}"
+            self.refused = f"values that main has set in its modules cannot be pickled: {error}"
 
     def run(self, program: Callable[[], Any], roles: Collection[str]) -> Ended:
         """What the run came to, with both workers. Raises CannotRunError."""
@@ -51,7 +51,7 @@ class UnderTorchrun:
             pickled = dumps(program)
         except Exception as error:
             raise CannotRunError(
-                f"the program does not pickle, and torchrun starts it in new processes ({error}). Write it as a "
+                f"the program cannot be pickled, and torchrun starts it in new processes ({error}). Write it as a "
                 "function of a module"
             ) from error
         with tempfile.TemporaryDirectory(prefix="rayhelper-prove-") as folder:

@@ -113,8 +113,8 @@ class SimulatedWorker(WorkerRuntime):
     def init_process_group(self, backend: str | None, timeout_s: float) -> None:
         if self.info.world_size > 1:
             error = ProcessesNeededError(
-                f"RayHelper.init_process_group was called on {self.describe()}: the {self.info.world_size} workers of "
-                "runtime='inprocess' run one after the other. A collective needs them at the same time. Use torchrun "
+                f"RayHelper.init_process_group was called on {self.describe()}: the {self.info.world_size} workers "
+                "of runtime='inprocess' run one after another. A collective needs them at the same time. Use torchrun "
                 "or Ray, or one worker per group."
             )
             error.group = self.info.group
@@ -400,5 +400,5 @@ def _check_unchanged(before: dict[str, Any], after: dict[str, Any], where: str) 
     for name in before:
         if before[name] != after[name]:
             raise DispatchError(
-                f"{where} changed its {name}. A worker changes a copy, which the caller does not see: return the value."
+                f"{where} changed its {name}. A worker changes a copy, which the caller does not get: return the value."
             )

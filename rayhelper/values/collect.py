@@ -33,8 +33,8 @@ def validate_collect(collect: Any) -> None:
     if not (callable(collect) or collect in ("none", "flatten")):
         told = " (it is a value of execute)" if collect in ("first", "all") else ""
         raise DecorationError(
-            f"collect={collect!r} is unknown{told}. Use 'none' (the list of values), 'flatten' (the values laid end to "
-            "end), or a callable f(values)."
+            f"collect={collect!r} is unknown{told}. Use 'none' (the list of values), 'flatten' (the values joined in "
+            "order), or a callable f(values)."
         )
     if callable(collect) and not accepts(collect, []):
         raise DecorationError(
@@ -228,7 +228,7 @@ def _reordered(joined: Any, places: Places, label: str) -> Any:
     count = len(joined)
     if count != len(places):
         raise CollectError(
-            f"{label} has {count} items in all, but RayHelper.balanced shared out {len(places)}. collect='flatten' "
+            f"{label} has {count} items in all, but RayHelper.balanced divided {len(places)}. collect='flatten' "
             "puts them back into the caller's order, so return one item for each, or use dispatch='slice'."
         )
     try:

@@ -167,9 +167,9 @@ def _check_no_batch(value: Any, label: str, cut: str) -> None:
     name = _array_in(value, depth=2)
     if name:
         raise DispatchError(
-            f"{label} is {describe(value)} that holds arrays ({name!r}), and nothing says how to cut it, while {cut} "
-            f"is cut. Give {type(value).__name__} __len__ and a __getitem__ that takes a slice, or pass its columns as "
-            "a dict. To send it whole to every worker, use RayHelper.whole(value)."
+            f"{label} is {describe(value)} that holds arrays ({name!r}), and its type defines no way to cut it, "
+            f"while {cut} is cut. Give {type(value).__name__} __len__ and a __getitem__ that takes a slice, or pass "
+            "its columns as a dict. To send it whole to every worker, use RayHelper.whole(value)."
         )
 
 

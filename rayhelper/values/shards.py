@@ -76,7 +76,8 @@ def check_shards(known: Mapping[int, Shard], size: int, where: str) -> Layout:
     silent = [rank for rank in range(size) if rank not in known]
     if silent:
         raise ShardError(
-            f"{where}: ranks {sorted(known)} reported a shard and ranks {silent} did not; all must, or none"
+            f"{where}: ranks {sorted(known)} reported a shard and ranks {silent} did not; either every rank must "
+            "report one, or none"
         )
     counts = {shard.count for shard in known.values()}
     if len(counts) > 1:

@@ -58,8 +58,9 @@ def _num_rows(columns: Mapping[Any, Any], described: str, label: str) -> int | N
         for key, length in lengths.items()
     )
     raise DispatchError(
-        f"{described} is sliced as a table, so all of its values must be columns of one length (got {got}). Make them "
-        "so, pass the others as arguments of their own, or send it uncut to every worker: RayHelper.whole(value)."
+        f"{described} is sliced as a table, so all of its values must be columns of one length (got {got}). Give "
+        "them one length, pass the others as separate arguments, or send it uncut to every worker: "
+        "RayHelper.whole(value)."
     )
 
 
@@ -86,7 +87,7 @@ def take(value: Any, positions: Positions, label: str = "value") -> Any:
         how = "a slice" if isinstance(index, slice) else "an array of positions"
         raise DispatchError(_unsliceable(value, label, f"does not accept {how} as index")) from error
     if count != len(positions):
-        raise DispatchError(_unsliceable(value, label, f"gave {count} items when asked for {len(positions)}"))
+        raise DispatchError(_unsliceable(value, label, f"gave {count} items for {len(positions)}"))
     return piece
 
 

@@ -192,7 +192,7 @@ class Watchdog:
             try:
                 wait_s = self._look()
             except Exception:  # calls must not be left without the thread
-                _log.exception("the watchdog could not look after calls")
+                _log.exception("the watchdog could not watch the calls")
                 wait_s = _LOOK_S
             with contextlib.suppress(queue.Empty):
                 woken.get(timeout=wait_s)

@@ -290,7 +290,7 @@ class Calls:
         let_go(error)
         cancelled = isinstance(error, asyncio.CancelledError) and self.coroutines.is_cancelled()
         if cancelled or isinstance(error, Stopped):
-            error = CallCancelledError(f"{method} was stopped on {runtime.describe()}: the driver gave the call up")
+            error = CallCancelledError(f"{method} was stopped on {runtime.describe()}: the driver abandoned the call")
         return Failure.of(error, method, runtime.describe(), runtime.info.rank, self.dumps)
 
     def _record(

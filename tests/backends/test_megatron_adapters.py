@@ -382,7 +382,7 @@ REFUSED: dict[str, tuple[str, Lora, int, str]] = {
     "field": ("llama", {"use_dora": True}, 1, "use_dora.*lora_alpha"),
     "pattern": ("llama", {"target_modules": ".*_proj"}, 1, "not a pattern"),
     "head": ("llama", {"target_modules": ["q_proj", "lm_head"]}, 1, "lm_head.*down_proj.*q_proj"),
-    "experts": ("qwen2_moe", {"target_modules": ["up_proj"]}, 1, r"experts have too.*shared_expert\.up.*target_param"),
+    "experts": ("qwen2_moe", {"target_modules": ["up_proj"]}, 1, r"experts also have.*shared_expert\.up.*target_param"),
     "some": (
         "qwen3_moe",
         {"target_modules": ["mlp.up_proj", "q_proj"]},
@@ -390,7 +390,12 @@ REFUSED: dict[str, tuple[str, Lora, int, str]] = {
         r"not \['gate_proj', 'down_proj'\]. Write all",
     ),
     "one": ("qwen2_moe", {"target_parameters": [STACKS[0]]}, 1, "Write both"),
-    "stack": ("qwen3_moe", {"target_parameters": ["mlp.gate"]}, 1, "'mlp.gate'.*knows.*mlp.gate.weight.*gate_up_proj"),
+    "stack": (
+        "qwen3_moe",
+        {"target_parameters": ["mlp.gate"]},
+        1,
+        "'mlp.gate'.*accepts.*mlp.gate.weight.*gate_up_proj",
+    ),
     "no experts": ("qwen3", {"target_parameters": list(STACKS)}, 1, "this qwen3 model has none"),
     "dropout": ("qwen3_moe", {"target_parameters": list(STACKS), "lora_dropout": 0.1}, 1, "lora_dropout: 0"),
     "dense layers": ("qwen3_moe", {"target_modules": [], "target_parameters": list(STACKS)}, 2, r"\[2\].*every layer"),

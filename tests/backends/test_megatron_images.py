@@ -341,7 +341,7 @@ def test_a_first_stage_has_the_layers_that_features_are_added_behind(tmp_path: P
     (folder / "config.json").write_text(json.dumps(fields))
     config: Any = SimpleNamespace(trust_remote_code=False, dtype="float32")
     words = (
-        "adds features behind the first 3 layers, but the first pipeline stage has 2.*decoder_first_pipeline_num_layers"
+        "adds features after the first 3 layers, but the first pipeline stage has 2.*decoder_first_pipeline_num_layers"
     )
     for layout, is_right in (({PP: 4}, False), ({PP: 2}, True), ({PP: 2, VPP: 2}, False), ({PP: 2, FIRST: 3}, True)):
         refused: Any = contextlib.nullcontext() if is_right else pytest.raises(ConfigError, match=words)

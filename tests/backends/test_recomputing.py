@@ -93,5 +93,7 @@ def test_the_longest_sequence_is_what_the_keys_say() -> None:
 
 def test_megatron_wants_it_said() -> None:
     keys: dict[str, Any] = {"model": "m", "dataset": "d", "backend": "megatron", "gradient_checkpointing": "auto"}
-    with pytest.raises(ConfigError, match=r"gradient_checkpointing: auto is of backend: fsdp\. Write true or false"):
+    with pytest.raises(
+        ConfigError, match=r"gradient_checkpointing: auto works only with backend: fsdp\. Write true or false"
+    ):
         TrainConfig(**keys)

@@ -231,5 +231,5 @@ def test_a_loss_that_is_not_that_of_the_model_is_refused(folder: str, monkeypatc
         return outputs
 
     monkeypatch.setattr(modeling.Qwen3MoeForCausalLM, "forward", other)
-    with pytest.raises(ConfigError, match="by a loss that is not known here"):
+    with pytest.raises(ConfigError, match="by a loss that RayHelper does not support"):
         FsdpBackend(folder, **SETTINGS)

@@ -63,7 +63,7 @@ def check_refused(messages: list[str], files: list[Path], made: Path) -> None:
     for message, file in zip(messages, files, strict=True):
         assert f"{file} is not read: it asks for" in message
         assert message.split("it asks for ")[1].startswith(("io.open", "_io.open")), message
-        assert "take another checkpoint" in message
+        assert "use another checkpoint" in message
         assert "\n" not in message
 
 
@@ -101,7 +101,7 @@ def test_code_in_a_checkpoint_of_megatron_is_refused_and_does_not_run(tmp_path: 
         (b"cbuiltins\neval\n(S'1'\ntR.", "builtins.eval"),
         (b"ctorch\nload\n.", "torch.load"),
         (b"ctorch.distributed.checkpoint.metadata\nos.system\n.", "os.system"),
-        (b"half", "no file that"),
+        (b"half", "torch.save did not write"),
     ],
 )
 def test_metadata_holds_the_classes_of_tensors_alone(metadata: bytes, words: str, tmp_path: Path) -> None:
@@ -110,5 +110,5 @@ def test_metadata_holds_the_classes_of_tensors_alone(metadata: bytes, words: str
     with pytest.raises(ConfigError, match=rf"\.metadata is not read: .*{words}"):
         check_distributed(tmp_path)
     (tmp_path / "metadata.json").write_text(json.dumps(FORMAT | {"sharded_backend": "zarr"}))
-    with pytest.raises(ConfigError, match="is of another format"):
+    with pytest.raises(ConfigError, match="has another format"):
         check_distributed(tmp_path)

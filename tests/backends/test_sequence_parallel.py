@@ -358,7 +358,7 @@ REFUSED: dict[str, tuple[Any, int, str]] = {
     "softcap": (Gemma2Config(**SIZES), 2, "attn_logit_softcapping"),
     "delta nets": (Qwen3NextConfig(**SIZES), 2, "layers of qwen3_next have a state or chunks (linear_attention"),
     "sinks": (GptOssConfig(**SIZES), 2, "the attention of gpt_oss has sinks"),
-    "mamba": (MambaConfig(vocab_size=260, hidden_size=64), 2, "names no number of attention heads"),
+    "mamba": (MambaConfig(vocab_size=260, hidden_size=64), 2, "has no number of attention heads"),
     "falcon-h1": (FalconH1Config(**SIZES), 2, "layers of falcon_h1 have a state or chunks (hybrid, mamba_d_state"),
 }
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
 
 from tests.backends.batches import largest_difference, samples_of
 from tests.backends.ranks import run_ranks
 from tests.golden.tiny import save_tiny
 from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.backends.fsdp.hf_model import build_model
 from trainers.batch import Ragged, Samples, Sequences
 from trainers.metrics import Metrics
 
@@ -67,6 +71,22 @@ def test_the_first_token_may_be_valued_but_not_predicted(folder: str) -> None:
     )
     with pytest.raises(ValueError, match="cannot be a target"):
         FsdpBackend(folder, head="value").token_values(first, micro_batch_size=1)
+
+
+def test_a_head_that_is_drawn_is_no_news_and_other_weights_are(
+    folder: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers prints a table of the weights that a language model's files lack, and of its head beside."""
+    FsdpBackend(save_tiny(tmp_path / "language"), head="value")
+    assert "LOAD REPORT" not in "".join(capfd.readouterr())
+    assert not caplog.messages
+    part = tmp_path / "part"
+    shutil.copytree(folder, part)
+    weights = load_file(part / "model.safetensors")
+    del weights["model.norm.weight"], weights["score.weight"]
+    save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
+    FsdpBackend(str(part), head="value")
+    assert caplog.messages == [f"{part}: its files lack model.norm.weight, which are drawn at random"]
 
 
 def squared_loss(values_BT: torch.Tensor, mask_BT: torch.Tensor, micro: Samples, metrics: Metrics) -> torch.Tensor:
@@ -126,3 +146,12 @@ def test_a_value_head_is_trained_beside_an_adapter_and_merged_and_resumed(folder
     np.testing.assert_array_equal(resumed.token_values(samples_of(), micro_batch_size=4).values, expected)
     merged = FsdpBackend(tmp_path / "final", head="value").token_values(samples_of(), micro_batch_size=4).values
     np.testing.assert_allclose(merged, expected, atol=1e-5)
+
+
+def test_an_embedding_model_is_built_without_a_report_of_its_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # so that caplog has its lines
+    folder = save_tiny(tmp_path, tie_word_embeddings=False)
+    build_model(folder, head="embedding", dtype=torch.float32, device=torch.device("cpu"))
+    assert "LOAD REPORT" not in caplog.text

@@ -474,7 +474,7 @@ def test_completions_ahead_need_devices_of_their_own_and_a_student_that_complete
     config = gkd_config(model, tmp_path, **keys)
     with pytest.raises(ConfigError, match="max_staleness=1 generates while the policy is trained"):
         GKDTrainer.check(config, None)
-    with pytest.raises(ConfigError, match="lmbda=0 asks for none"):
+    with pytest.raises(ConfigError, match="with lmbda=0 there are none"):
         gkd_config(model, tmp_path, lmbda=0.0, **keys)
 
 
@@ -562,7 +562,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "k of one": ({"gkd_logits_topk": 1, "gkd_topk_add_tail": False}, "compares nothing"),
     "a tail of nothing": ({"gkd_topk_add_tail": False}, "gkd_topk_add_tail is for gkd_logits_topk"),
     "sft_alpha on-policy": ({"lmbda": 1.0, "sft_alpha": 0.5}, "no step learns from them"),
-    "seq_kd never": ({"lmbda": 1.0, "seq_kd": True, "sft_alpha": 0.0}, "lmbda=1 takes the student's completions"),
+    "seq_kd never": ({"lmbda": 1.0, "seq_kd": True, "sft_alpha": 0.0}, "lmbda=1 uses the student's completions"),
     "seq_kd of nobody": ({"teacher_model": None, "seq_kd": True, "sft_alpha": 0.0}, "set teacher_model"),
     "offload of nobody": ({"teacher_model": None, "offload_teacher_model": True}, "there is none"),
 }

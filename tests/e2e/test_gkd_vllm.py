@@ -233,7 +233,7 @@ PLACED: dict[str, tuple[dict[str, Any], Any, str]] = {
         "Give role teacher its own group",
     ),
     "does not divide": ({"teacher_engine_kwargs": {"tensor_parallel_size": 2}}, APART, "does not divide the 1 workers"),
-    "no number": ({"teacher_engine_kwargs": {"tensor_parallel_size": "two"}}, None, "is no number of workers"),
+    "no number": ({"teacher_engine_kwargs": {"tensor_parallel_size": "two"}}, None, "is not a number of workers"),
     "two of a process": (
         {"rollout_engine": "vllm"},
         GPUS,

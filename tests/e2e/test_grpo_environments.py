@@ -137,7 +137,7 @@ def triple(a: int) -> int:
 
 def test_the_prompt_shows_the_tools(model: str, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"environment": None, "tools": [triple], "reward_funcs": ["tests.e2e.runs.evenness"]}
-    with pytest.raises(ConfigError, match="tools are shown by the chat template: prompts must be conversations"):
+    with pytest.raises(ConfigError, match="the chat template writes the tools: prompts must be conversations"):
         GRPOTrainer(episodes_config(model, tmp_path, **keys))
     template = "{{ tools | tojson }}{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
     keys |= {"dataset": [{"prompt": [{"role": "user", "content": "?"}]}], "chat_template": template, "max_steps": 1}

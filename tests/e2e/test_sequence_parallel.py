@@ -148,7 +148,12 @@ def test_workers_that_share_rows_count_once_in_a_step(model: str, tmp_path: Path
 
 
 WRONG: dict[str, tuple[int | None, dict[str, Any], dict[str, Any], str]] = {
-    "workers": (3, {}, {}, "lets so many workers share rows, but role train has 3 of them. Start a multiple of 2"),
+    "workers": (
+        3,
+        {},
+        {},
+        "lets this number of workers share rows, but role train has 3 of them. Start a multiple of 2",
+    ),
     "alone": (None, {}, {}, "role train has 1 of them"),
     "heads": (3, {"sequence_parallel_size": 3}, {}, "role train: sequence_parallel_size 3 does not divide the 4"),
     "rope": (2, {}, {"rope_scaling": {"rope_type": "longrope"}}, "is of type longrope"),

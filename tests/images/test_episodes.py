@@ -12,13 +12,15 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from benchmarks.tiny.vision import picture, save_vision
-from rayhelper import ConfigError, RayHelper
-from tests.conftest import without_runtime
+from rayhelper import RayHelper
+from tests.conftest import registries_restored, without_runtime
 from tests.e2e.runs import final_bytes, final_weights, grpo_config, lines, together
 from tests.golden.tiny import save_tiny
 from trainers.data.images.processor import load_processor
 from trainers.grpo.trainer import GRPOTrainer
+from trainers.plugins import ENVIRONMENTS
 from trainers.rollout.environments import Reply
+from trainers.rollout.schedulers import MultiTurnScheduler, Scheduled
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -116,6 +118,49 @@ def test_pictures_of_an_environment_need_a_model_that_sees(tmp_path: Path) -> No
     trainer = GRPOTrainer(config(save_tiny(tmp_path / "model"), tmp_path / "out", dataset=rows, freeze_vit=None))
     with pytest.raises(ValueError, match="answers with an image, and a model of this run reads only texts"):
         trainer.train()
-    vision = save_vision(tmp_path / "vision")
-    with pytest.raises(ConfigError, match="rows have images, which this run cannot read"):
-        GRPOTrainer(config(vision, tmp_path / "out", environment="math_tip_trick"))
+
+
+class Zoom(MultiTurnScheduler):
+    """A scheduler of ms-swift that shows what ``Camera`` shows."""
+
+    def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
+        assert len(infer_request.images) == current_turn - 1 + infer_request.data_dict["first"] % 2
+        return False
+
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+        number = infer_request.data_dict["first"] + current_turn
+        infer_request.messages.append({"role": "user", "content": "Now: <image>"})
+        infer_request.images.append(picture(number))
+        infos = {"images": infer_request.images, "total_reward": 0.0}
+        return {"infer_request": infer_request, "rollout_infos": infos}
+
+
+class Changed(Zoom):
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+        infer_request.images = [picture(5)] * (2 if current_turn == 1 else 4)
+        infer_request.messages.append({"role": "user", "content": "<image>" * 2})
+        return {"infer_request": infer_request}
+
+
+def test_a_schedulers_pictures_are_shown_as_an_environments(tmp_path: Path) -> None:
+    model = save_vision(tmp_path / "model")
+
+    def drawn(environment: str) -> Any:
+        with without_runtime():
+            trainer = GRPOTrainer(config(model, tmp_path / "out", environment=environment))
+            trainer.build(1)
+            starts = trainer.generator.starts(trainer.rows, trainer.tokenizer, np.arange(4), trainer.images)
+            return trainer.generator.complete(starts, 0)
+
+    with registries_restored():
+        ENVIRONMENTS.register("zoom")(Scheduled("zoom", Zoom))
+        ENVIRONMENTS.register("changed")(Scheduled("changed", Changed))
+        one, other = drawn(CAMERA), drawn("zoom")
+        with pytest.raises(ValueError, match="Changed changed images that the model has seen"):
+            drawn("changed")
+    assert one.completion_ids == other.completion_ids
+    assert one.rollout_logps == other.rollout_logps
+    keys = [[[image.key for image in row] for row in rollouts.images] for rollouts in (one, other)]
+    assert keys[0] == keys[1]
+    assert other.rollout_infos is not None
+    assert "images" not in other.rollout_infos[0]

@@ -59,7 +59,7 @@ def test_kto_over_two_workers_is_the_run_of_one(model: str, tmp_path: Path, ray_
     alone = final_weights(tmp_path / "off")
     for name, weight in final_weights(tmp_path / "two").items():
         torch.testing.assert_close(weight, alone[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-    with pytest.raises(ConfigError, match="pictures are not shared out yet"):
+    with pytest.raises(ConfigError, match="pictures are not divided between them yet"):
         KTOTrainer(kto_config(model, tmp_path / "pairs", **keys | {"dataset": PAIRS}))
 
 

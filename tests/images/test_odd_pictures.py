@@ -23,6 +23,7 @@ from tests.golden.tiny import tiny_tokenizer
 from tests.images.test_sft import turns
 from trainers.backends.fsdp.hf_model import build_model
 from trainers.backends.fsdp.vision.pixels import Vision
+from trainers.data.images import processor as processors
 from trainers.data.images.conversations import encoded, picture_mistake, placed
 from trainers.data.images.processor import ImageReader, load_processor
 from trainers.data.rows import load_rows, tokenize_prompts, tokenize_sft
@@ -176,7 +177,7 @@ def test_what_is_no_picture_is_told_with_its_row_or_left_out() -> None:
     for value, told in (
         ("s3://a/b.png", "is an address of s3://, which"),
         (" ", "path of a picture is an empty"),
-        (b"", "it is no picture"),
+        (b"", "it is not a picture"),
     ):
         assert told in str(picture_mistake({"messages": turns("<image>?", "a"), "images": [value]}))
 
@@ -240,15 +241,16 @@ def test_a_text_that_holds_a_token_of_pictures_is_a_broken_row(name: str, tmp_pa
     with without_runtime():
         with pytest.raises(ConfigError, match="1 of 3 rows are broken: row 1") as error:
             SFTTrainer(sft_config(model, tmp_path, **keys))
-        assert f"a text holds {told!r}, which stands for a part of a picture" in str(error.value)
+        assert f"a text holds {told!r}, which is reserved for a part of a picture" in str(error.value)
         kept = SFTTrainer(sft_config(model, tmp_path, **keys, skip_broken_rows=True))
         assert len(kept.sequences) == 2
         assert kept.sequences.images is not None
     assert AutoConfig.from_pretrained(model).model_type == kind
 
 
-def test_a_processor_that_asks_its_part_for_videos_is_refused(tmp_path: Path) -> None:
-    """MiniCPM-V's: it puts the pictures of all rows into one tensor too, of which our batches know nothing."""
+def test_a_processor_that_asks_its_part_for_videos_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other than MiniCPM-V's, of which it is known what it asks for."""
+    monkeypatch.setattr(processors, "ASKING", ())
     from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 
     MiniCPMV4_6Config().save_pretrained(tmp_path)

@@ -44,6 +44,7 @@ def test_losses_and_gradients_are_those_of_transformers_padded_padding_free_and_
 
 def test_ranks_with_pictures_alone_gather_the_tower_as_often_as_ranks_with_videos(found: dict[str, Any]) -> None:
     assert max(found["sharded"]) < MARGIN
+    assert max(found["sharded thinker"]) < MARGIN  # of pictures alone
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "qwen3_5", "internvl"])
@@ -69,6 +70,21 @@ def test_greedy_completions_are_those_of_transformers(name: str, found: dict[str
     ours, theirs = found[f"completions {name}"]
     assert ours == theirs
     assert found[f"logps {name}"] < MARGIN
+
+
+def test_gemma_4_gives_the_numbers_of_transformers_for_pictures(found: dict[str, Any]) -> None:
+    """Its processor needs torchvision. The audio tower is frozen with the vision tower."""
+    gaps = {name: found[f"gemma4 {name}"] for name in ("padded", "padding free", "checkpointed", "mixture")}
+    assert {name: value for name, value in gaps.items() if max(value) > MARGIN} == {}
+    ours, theirs = found["gemma4 completions"]
+    assert ours == theirs
+    assert found["gemma4 trained"] == []
+    assert found["gemma4 demoted"] == []
+
+
+def test_llama_4_gives_the_numbers_of_transformers_for_pictures(found: dict[str, Any]) -> None:
+    """Its processor needs torchvision."""
+    assert max(*found["llama4 by 8"], *found["llama4 by 1"]) < MARGIN
 
 
 def test_runs_of_grpo_and_ppo_learn_from_prompts_with_videos(found: dict[str, Any]) -> None:
@@ -142,9 +158,9 @@ def test_without_torchvision_videos_are_refused_with_the_remedy(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"rollout_engine": "vllm"}, "rollout_engine: vllm, written or taken by auto, shows no videos"),
-        ({"teacher_engine": "vllm"}, "teacher_engine: vllm shows no videos to a model. Write teacher_engine: hf"),
-        ({"has_environment": True}, "environments and tools show no videos"),
+        ({"rollout_engine": "vllm"}, "rollout_engine: vllm, written or chosen by auto, passes no videos"),
+        ({"teacher_engine": "vllm"}, "teacher_engine: vllm passes no videos to a model. Write teacher_engine: hf"),
+        ({"has_environment": True}, "environments and tools pass no videos"),
     ],
 )
 def test_who_shows_no_videos_says_what_to_write(keys: dict[str, Any], told: str) -> None:

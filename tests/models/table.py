@@ -31,9 +31,9 @@ a CPU. `python -m tests.models.run` runs the tests again and writes this page.
 | LoRA, vLLM | vLLM in the training process; an adapter of all linear layers is merged for it; both temperatures |
 | adapter in vLLM | the same with `vllm_enable_lora: true`: the engine keeps the adapter separate from the model |
 
-Gemma 2 runs with eager attention, because sdpa drops the cap of its attention scores. Recurrent and convolution layers
-need GPU kernels to separate the documents of a packed row (flash-linear-attention, causal-conv1d). Llama 4 attends in
-chunks of 16 tokens, and with vLLM in chunks of 128.
+Gemma 2 runs with eager attention, because sdpa ignores the soft cap of its attention scores. Recurrent and convolution
+layers need GPU kernels to separate the documents of a packed row (flash-linear-attention, causal-conv1d). Llama 4
+attends in chunks of 16 tokens, and with vLLM in chunks of 128.
 
 `no`: not equal, or refused in one line before the first step. The number refers to the notes below. `-`: not tested.
 """

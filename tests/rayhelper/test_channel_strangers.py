@@ -107,7 +107,7 @@ def test_who_stands_in_the_senders_place_without_the_key_gets_no_secret_and_is_n
     false.thread.join(10)
     false.listener.close()
     assert isinstance(error, ChannelError)
-    assert "does not know the key" in str(error)
+    assert "does not have the key" in str(error)
     assert not any(secret in false.heard or secret.hex().encode() in false.heard for secret in secrets)
     assert not (tmp_path / "made").exists()
 
@@ -118,7 +118,7 @@ def test_who_stands_in_the_senders_place_without_the_key_gets_no_secret_and_is_n
         ({"transport": "cuda_ipc", "setup": {"handle": "x"}}, "sender's tensors are not on a GPU"),
         ({"transport": "nccl", "setup": {}}, "not on a GPU"),
         ({"transport": "carrier_pigeon", "setup": {}}, "carrier_pigeon"),
-        ({"transport": "shared_memory", "setup": {"path": "/etc/passwd"}}, "is no memory of a sender"),
+        ({"transport": "shared_memory", "setup": {"path": "/etc/passwd"}}, "is not the memory of a sender"),
         ({"transport": "gloo", "setup": {}, "wanted": "shared_memory"}, "this channel's is 'shared_memory'"),
     ],
 )
@@ -178,7 +178,7 @@ def test_bytes_that_somebody_changed_are_noticed_unless_that_was_switched_off(au
     assert isinstance(found, ChannelError)
     assert ("other bytes than the sender sent. Somebody changed them" in str(found)) is authenticated
     assert (
-        "other buckets came than were sent" in str(found)
+        "received other buckets than the sender sent" in str(found)
     ) is not authenticated  # the receipt, which anyone can make
 
 

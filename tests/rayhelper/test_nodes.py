@@ -260,9 +260,9 @@ def test_a_group_for_which_no_node_is_left_is_a_placement_error(facts: dict[str,
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        (None, "it accepts connections and says nothing for 0.2 s"),
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "the program at this address does not speak Ray's protocol"),
-        (b"", "the program at this address does not speak Ray's protocol"),
+        (None, "it accepts connections and sends nothing for 0.2 s"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "the program at this address does not use Ray's protocol"),
+        (b"", "the program at this address does not use Ray's protocol"),
     ],
 )
 def test_a_port_that_accepts_and_does_not_answer_as_ray_does(

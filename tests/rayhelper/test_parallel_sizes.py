@@ -17,7 +17,7 @@ SIZE_MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
     "shared sizes that leave a rest": (
         {"tensor_model_parallel_size": 3},
         "tensor_model_parallel_size 3 of role 'train' does not divide its 8 workers",
-        "Ask for a multiple of 3",
+        "Write a multiple of 3",
     ),
     "shared TP as text": ({"tensor_model_parallel_size": "2"}, "tensor_model_parallel_size of role", "Write 1 or more"),
     "EP as text": ({"expert_model_parallel_size": "2"}, "expert_model_parallel_size of role 'train'", "Write 1 or"),
@@ -98,7 +98,7 @@ SIZE_MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
             "decoder_first_pipeline_num_layers": 17,
             "decoder_last_pipeline_num_layers": 18,
         },
-        "but 35 layers are not the model's num_hidden_layers 36",
+        "but 35 layers differ from the model's num_hidden_layers 36",
         "Write only one of them",
     ),
     "layers of a stage that do not make its pieces": (
@@ -140,7 +140,7 @@ SIZE_MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
     "shared rows of workers that leave a rest": (
         {"sequence_parallel_size": 3},
         "sequence_parallel_size 3 of role 'train' does not divide its 8 workers",
-        "Ask for a multiple of 3",
+        "Write a multiple of 3",
     ),
     "shared rows as text": ({"sequence_parallel_size": "2"}, "sequence_parallel_size of role 'train'", "Write 1 or"),
     "a shape without layers": ({"model": {"hidden_size": 8}}, "model has no num_hidden_layers", "Give a folder"),
@@ -232,7 +232,7 @@ def test_shared_rows_on_two_nodes_are_warned_of(tmp_path: Path) -> None:
     (warning,) = planned(tmp_path, config).findings.warnings
     assert "4 of 8 sequence-parallel groups of role 'train' are on several nodes" in warning
     assert mistakes(tmp_path, {"train": {"gpus": 4, "sequence_parallel_size": 3}}) == [
-        "sequence_parallel_size 3 of section 'train' does not divide its gpus: 4. Ask for a multiple of 3, or make the "
+        "sequence_parallel_size 3 of section 'train' does not divide its gpus: 4. Write a multiple of 3, or make the "
         "parallel sizes smaller."
     ]
 
@@ -249,7 +249,7 @@ def test_tensor_parallel_groups_on_two_nodes_are_warned_of(tmp_path: Path) -> No
     found = planned(tmp_path, config)
     assert list(found.findings.mistakes) == []
     (warning,) = found.findings.warnings
-    assert "4 of 8 tensor-parallel groups of role 'train' are on several nodes (3 GPU each, 4 a node)" in warning
+    assert "4 of 8 tensor-parallel groups of role 'train' are on several nodes (3 GPU each, 4 per node)" in warning
     assert "Make tensor_model_parallel_size a divisor of 4" in warning
     config = {"nproc_per_node": 4, "rollout": {"gpus": 16, "vllm_tensor_parallel_size": 8}}
     assert "2 of 2 tensor-parallel groups of role 'rollout'" in planned(tmp_path, config).findings.warnings[0]

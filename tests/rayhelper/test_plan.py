@@ -99,7 +99,7 @@ def test_groups_that_share_devices_lie_at_the_same_places_and_are_counted_once()
     assert places[0] == places[1] == [(0, 0, "1"), (1, 1, "1"), (2, 0, "2")]
     with pytest.raises(PlacementError) as caught:
         assign(groups, [node("1", 2), node("2", 0)])
-    assert "  engines  GPU     3        those of policy\n" in str(caught.value)
+    assert "  engines  GPU     3        the devices of policy\n" in str(caught.value)
     assert "No node is left with 1 GPU free, which node 1 of" in str(caught.value)
 
 
@@ -158,7 +158,7 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_it_has():
         "  node    address   GPU  NPU  CPU\n"
         "  host-1  10.0.0.1  4    0    2\n"
         "  host-2  10.0.0.2  1    0    2\n"
-        "Ask for fewer or for other nproc_per_node, add nodes, or end other jobs."
+        "Request fewer or change nproc_per_node, add nodes, or end other jobs."
     )
 
 

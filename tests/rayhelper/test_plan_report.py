@@ -268,7 +268,7 @@ def test_one_mistake_does_not_bring_forth_others(tmp_path: Path, config: dict[st
 @pytest.mark.parametrize(
     ("config", "arguments", "shape", "assumed"),
     [
-        ({"train": {"gpus": 9}}, {}, (2, 8), ["8 GPUs a node", "2 nodes, the fewest that hold the groups"]),
+        ({"train": {"gpus": 9}}, {}, (2, 8), ["8 GPUs per node", "2 nodes, the fewest that hold the groups"]),
         ({"train": {"gpus": 9}}, {"gpus_per_node": 3}, (3, 3), ["3 nodes, the fewest that hold the groups"]),
         ({"nproc_per_node": 4, "nnodes": 5, "train": {"gpus": 9}}, {}, (5, 4), []),
         ({"nproc_per_node": 4, "nnodes": 5, "train": {"gpus": 9}}, {"nodes": 7, "gpus_per_node": 8}, (7, 8), []),
@@ -288,7 +288,7 @@ def test_a_cluster_that_is_too_small_is_told_in_numbers(tmp_path: Path) -> None:
     config = {"nproc_per_node": 4, "train": {"gpus": 12}}
     (said,) = mistakes(tmp_path, config, nodes=2)
     assert "are on 3 nodes (12 accelerators), and the cluster has 2 nodes x 4 = 8" in said
-    assert "Add 1 node, or ask for 4 accelerators fewer." in said
+    assert "Add 1 node, or request 4 accelerators fewer." in said
     (said,) = mistakes(tmp_path, config, nodes=3, gpus_per_node=2)
     assert "node 0 of the configuration is asked for 4 accelerators, and a node has 2 (and 2 more" in said
     (said,) = mistakes(tmp_path, {"nnodes": 1, "train": {"gpus": 12}})
@@ -315,9 +315,9 @@ def test_what_does_not_fit_is_neither_used_nor_idle(tmp_path: Path) -> None:
     sixteen = {"nodes": 2, "gpus_per_node": 8}
     assert total({"train": {"gpus": 32}}, **sixteen) == "total: 2 nodes x 8 = 16 GPUs: 32 asked for, 16 there"
     wide = {"nproc_per_node": 12, "train": {"gpus": 12}}
-    assert total(wide, **sixteen) == "total: 2 nodes x 8 = 16 GPUs: 12 asked for, which do not fit the nodes"
+    assert total(wide, **sixteen) == "total: 2 nodes x 8 = 16 GPUs: 12 requested, which do not fit the nodes"
     far = {"nproc_per_node": 8, "far": {"device": "GPU", "ranks": [0, 8, 16], "workers": "train"}}
-    assert total(far, **sixteen) == "total: 2 nodes x 8 = 16 GPUs: 3 asked for, which do not fit the nodes"
+    assert total(far, **sixteen) == "total: 2 nodes x 8 = 16 GPUs: 3 requested, which do not fit the nodes"
 
 
 def test_a_whole_file_of_a_trainer_is_read_in_both_forms(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_a_whole_file_of_a_trainer_is_read_in_both_forms(tmp_path: Path) -> None
         found = planned(tmp_path, config)
         assert list(found.findings.mistakes) == []
         assert found.groups[0].group.roles == ("train",)
-    assert found.groups[0].roles[0].unknown == "'Somebody/Model' is no folder here; pass --model"
+    assert found.groups[0].roles[0].unknown == "'Somebody/Model' is not a folder here; pass --model"
 
 
 def test_a_file_without_device_groups_can_run_and_is_told_what_is_missing(tmp_path: Path) -> None:
@@ -454,8 +454,8 @@ def test_groups_that_share_devices_ask_for_them_once(tmp_path: Path) -> None:
     text = "\n".join(as_lines(found))
     for line in (
         "rollout: GPU, hosts rollout, shares devices with train\n  workers  8, 1 GPU each\n  ranks    0-7\n",
-        "  bundles  those of train, {GPU: 0.5, CPU: 0.001} of each\n",
-        "  memory   counted with that of train\n",
+        "  bundles  the devices of train, {GPU: 0.5, CPU: 0.001} of each\n",
+        "  memory   counted with group train\n",
         "  bundles  4 x {GPU: 1, CPU: 0.002} on each of 2 nodes\n",
         "total: 2 nodes x 4 = 8 GPUs, 8 used, 0 idle\n",
     ):
@@ -508,7 +508,7 @@ def test_a_role_with_a_model_of_its_own_is_planned_with_it(tmp_path: Path) -> No
     assert own.shape is not None
     assert shared.shape is not None
     assert (own.shape.num_hidden_layers, shared.shape.num_hidden_layers) == (2, 36)
-    assert (unknown.does, unknown.unknown) == ("unknown", "the configuration does not say its model")
+    assert (unknown.does, unknown.unknown) == ("unknown", "the configuration does not name its model")
 
 
 def test_roles_are_planned_with_the_models_that_keys_of_the_run_give_them(tmp_path: Path) -> None:

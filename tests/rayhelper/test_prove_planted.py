@@ -59,7 +59,7 @@ PLANTED: dict[type, Expected] = {
     planted.MergedInDouble: Expected(TWO, 2, None, "", "value['total']", "dtype", "has dtype float32 and float64"),
     planted.MeanOfShard: Expected(TWO, 2, None, "", "value", "shape", "has shape (1, 4) and (2, 4)"),
     planted.KeyOfLargeBatch: Expected(TWO, 2, None, "", "value['spread']", "missing key", "is there in run 1 only"),
-    planted.SumsInHalf: Expected(TWO, 2, None, "", "value", "order of sums", "rounding and no mistake", is_error=False),
+    planted.SumsInHalf: Expected(TWO, 2, None, "", "value", "order of sums", "rounding, not a mistake", is_error=False),
     planted.RunningMean: Expected(TWO, 2, 0, "", "value[0]", "state kept between calls", "RunningMean.total"),
     planted.CountsInClass: Expected(STRICT, 2, 0, "", "value", "class attribute", "CountsInClass.num_calls"),
     planted.DefaultArgument: Expected(
@@ -251,7 +251,7 @@ def test_a_program_that_torchrun_cannot_be_given_is_told() -> None:
     found, runs, left_out = proof_of(program, ["train"], ray=False, torchrun=True)
     assert found == []
     assert TORCHRUN not in runs
-    assert "the program does not pickle" in left_out[TORCHRUN]
+    assert "the program cannot be pickled" in left_out[TORCHRUN]
 
 
 def test_a_list_that_a_role_changes_under_torchrun_is_named_and_no_shuffle() -> None:

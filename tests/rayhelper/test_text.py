@@ -12,8 +12,8 @@ from rayhelper.text import Loader, read_yaml
 ROOT = Path(__file__).resolve().parents[2]
 MISTAKES = {
     "a: 1\na: 2": "written twice",
-    "a: 0x10": "no number in decimal digits",
-    "a: [1, 1_000]": "no number in decimal digits",
+    "a: 0x10": "not a number in decimal digits",
+    "a: [1, 1_000]": "not a number in decimal digits",
     "a: b: c": "mapping values are not allowed",
     "a: 'x": "end of stream",
     "a: *nope": "undefined alias",

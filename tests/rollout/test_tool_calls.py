@@ -184,13 +184,13 @@ def test_without_vllm_trl_knows_the_template_or_the_remedy_is_told(monkeypatch: 
 
 def test_what_fits_nothing_is_refused_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
     unknown = tokenizer_of("qwen", "{{ tools }}{% for call in message.tool_calls %}CALL{{ call }}{% endfor %}")
-    with pytest.raises(ValueError, match=r"form that is not known. Set tool_call_parser to the name"):
+    with pytest.raises(ValueError, match=r"unknown form. Set tool_call_parser to the name"):
         tool_call_parser("auto", unknown, SCHEMAS)
     with pytest.raises(ValueError, match="the tokenizer has no response_template"):
         tool_call_parser("hf", unknown, SCHEMAS)
     plain = tiny_tokenizer()
     assert form_of(plain, SCHEMAS) == "hermes"
-    assert "does not show tools to the model" in caplog.text
+    assert "does not write tools" in caplog.text
 
 
 def test_a_name_that_vllm_has_not_or_whose_tokens_lack_is_refused() -> None:

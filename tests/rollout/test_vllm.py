@@ -160,7 +160,7 @@ def test_the_length_of_the_model_ends_a_completion_where_sampling_clips(sampling
     free = dataclasses.replace(clipped, clips=False)
     alone = sampling_engine.generate(Prompts(Ragged.of([[5, 6]], np.int64)), free, seed=1)
     assert rollouts.completion_ids[1].tolist() == alone.completion_ids[0].tolist()
-    with pytest.raises(ConfigError, match="no token has room"):
+    with pytest.raises(ConfigError, match="there is no room for a completion"):
         sampling_engine.submit(Prompts(Ragged.of([[5] * length], np.int64)), clipped, seed=1)
 
 
@@ -471,7 +471,7 @@ def test_level_2_never_generates_before_its_weights_are_loaded() -> None:
         engine.submit(prompts_of(), GREEDY, seed=0)
     engine.wake("weights")
     engine.wake("kv_cache")
-    with pytest.raises(RuntimeError, match="load_weights comes first"):
+    with pytest.raises(RuntimeError, match="call load_weights first"):
         engine.submit(prompts_of(), GREEDY, seed=0)
     engine.load_weights([])
     engine._check_awake()
@@ -532,15 +532,15 @@ def test_values_of_engine_fields_are_those_that_vllm_takes() -> None:
     ("given", "message"),
     [
         ({"presence_penality": 1.0}, "no field 'presence_penality'.*presence_penalty"),
-        ({"temperature": 1.0}, "write the key temperature beside generation_kwargs"),
-        ({"stop_token_ids": [5]}, "write the key stop_token_ids beside generation_kwargs"),
+        ({"temperature": 1.0}, "write the key temperature in addition to generation_kwargs"),
+        ({"stop_token_ids": [5]}, "write the key stop_token_ids in addition to generation_kwargs"),
         ({"stop": ["x"]}, "write its id as the key stop_token_ids"),
         ({"max_tokens": 3}, "max_completion_length"),
         ({"bad_words": ["x"]}, "no tokenizer here .* with logit_bias"),
         ({"structured_outputs": {"choice": ["y"]}}, "no tokenizer here"),
         ({"thinking_token_budget": 3}, "no tokenizer here"),
         ({"skip_special_tokens": False}, "no text is made"),
-        ({"logprob_token_ids": [5]}, "those of the sampled tokens"),
+        ({"logprob_token_ids": [5]}, "log-probabilities of the sampled tokens"),
         ({"min_tokens": 13}, "min_tokens must be less than or equal to max_tokens=12"),
         ({"presence_penalty": 2.1}, r"presence_penalty is 2\.1.* At temperature 1 the limit is 2"),
     ],

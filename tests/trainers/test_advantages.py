@@ -358,7 +358,7 @@ def test_rows_that_do_not_fit_are_named() -> None:
         token_advantages(table([1.0, 2.0, 3.0, 4.0]), ragged(*OLD), None, beta=0.1)
     with pytest.raises(ValueError, match=r"penalties_B must hold one value per completion \(8\), got \(2,\)"):
         group_advantages(table(SCORES), num_generations=4, penalties_B=np.zeros(2))
-    with pytest.raises(ValueError, match="not with normalize_then_sum"):
+    with pytest.raises(ValueError, match="which normalize_then_sum does not"):
         group_advantages(
             table(SCORES),
             num_generations=4,

@@ -135,8 +135,8 @@ def test_lines_that_are_no_text_are_named_or_left_out(
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ('{"prompt": "1", "completion": NaN}', "it holds NaN, which is no value of JSON"),
-        ('{"prompt": "1", "completion": "2", "score": [-Infinity]}', "it holds -Infinity, which is no value of JSON"),
+        ('{"prompt": "1", "completion": NaN}', "it holds NaN, which is not a JSON value"),
+        ('{"prompt": "1", "completion": "2", "score": [-Infinity]}', "it holds -Infinity, which is not a JSON value"),
         ('{"prompt": "1", "prompt": "3", "completion": "2"}', "it holds the key 'prompt' twice in one object"),
     ],
 )

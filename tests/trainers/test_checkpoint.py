@@ -323,8 +323,8 @@ def test_a_checkpoint_that_lost_its_manifest_is_taken_only_where_a_key_says_so(t
     choice = chosen("auto", tmp_path)
     assert choice.folder == tmp_path / "checkpoint-10"
     assert choice.notes == (
-        "resume_from_checkpoint: skipped checkpoint-20 (it has no manifest.json, so that its files cannot be "
-        "checked; resume_without_manifest: true takes it); the run continues from checkpoint-10",
+        "resume_from_checkpoint: skipped checkpoint-20 (it has no manifest.json, so its files cannot be checked; "
+        "resume_without_manifest: true accepts it); the run continues from checkpoint-10",
     )
     named = str(tmp_path / "checkpoint-20")
     with pytest.raises(ConfigError, match=r"has no manifest.json, .* add resume_without_manifest: true"):
@@ -422,5 +422,5 @@ def test_resume_from_nothing_true_auto_or_a_folder(tmp_path: Path) -> None:
 
 def test_resuming_from_the_output_folder_names_the_checkpoints_in_it(tmp_path: Path) -> None:
     save(tmp_path, 10)
-    with pytest.raises(ConfigError, match=r"no checkpoint.*checkpoint-10"):
+    with pytest.raises(ConfigError, match=r"not a checkpoint.*checkpoint-10"):
         resolve_resume(str(tmp_path), tmp_path)

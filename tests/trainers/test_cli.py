@@ -255,7 +255,7 @@ def test_a_mistake_in_a_file_is_told_with_its_remedy(text: str, told: list[str],
         (["--device_groups", "{broken"], ["device_groups"]),
         (["--device_groups", "groups.yaml"], ["device_groups"]),
         (["--train.cpu", "2"], ["unknown key train", "did you mean cpus?"]),
-        (["--report_to+", "wandb"], ["'--report_to+' is no option", "--key value"]),
+        (["--report_to+", "wandb"], ["'--report_to+' is not an option", "--key value"]),
         (
             ["--device_groups", '{"a": {"cpus": 1}, "a": {"cpus": 2}}'],
             ["device_groups", "key 'a' is written twice", "Remove one"],
@@ -964,7 +964,9 @@ def test_secrets_are_written_nowhere_and_come_from_the_shell_again(
     shown = dict.fromkeys(names, "***") | dict.fromkeys(open_names, "8") | {"RUNS": url.format("***")}
     assert yaml.safe_load(text)["env"] == shown
     arguments = ["--config", str(tmp_path / "config.yaml")]
-    with pytest.raises(ConfigError, match=r"env: HF_TOKEN, .* was masked as the file was written. Set it in the shell"):
+    with pytest.raises(
+        ConfigError, match=r"env: HF_TOKEN, .* was masked when the file was written. Set it in the shell"
+    ):
         load_config(Config, arguments)
     for name in (*names, "GROUP_TOKEN"):
         monkeypatch.setenv(name, SECRET)

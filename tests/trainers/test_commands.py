@@ -246,10 +246,10 @@ def test_plans_ask_the_command_line_whose_roles_they_are(tmp_path: Path) -> None
         ("AnyConfig", r"the config of .*raft.py:AnyConfig is a dict, which must be a dataclass that extends TrainConf"),
         (
             "ForgottenConfig",
-            r"Forgotten says num_kept, which nobody would read. Write @dataclass\(frozen=True, kw_only",
+            r"Forgotten sets num_kept, which RayHelper would ignore. Write @dataclass\(frozen=True, kw_only",
         ),
         ("Misspelt", "Misspelt has role 'rolout', and ROLES of its configuration 'rollout'. Write one name in both"),
-        ("Homeless", r"ROLES lets role 'judge' live with 'learner', which it does not declare \(declared: rollout"),
+        ("Homeless", r"ROLES places role 'judge' with 'learner', which it does not declare \(declared: rollout"),
         ("NUMBER", "raft.py:NUMBER is a int, not a class"),
         ("Elsewhere.Inner", "has no class Elsewhere.Inner"),
         ("", "names no class. Write module:Class, or path/to/file.py:Class"),
@@ -274,7 +274,7 @@ def test_a_module_that_cannot_be_found_is_told_and_what_it_raises_is_raised(raft
     sys.path.insert(0, str(tmp_path))
     with pytest.raises(ConfigError, match=r"no module 'mine\.rafts': mine\.rafts is neither .* path/to/rafts.py:Raft"):
         command_named("mine.rafts:RaftTrainer")
-    with pytest.raises(ConfigError, match=r"'\.raft' is no name of a module"):
+    with pytest.raises(ConfigError, match=r"'\.raft' is not the name of a module"):
         command_named(".raft:RaftTrainer")
     (tmp_path / "broken.py").write_text("import no_such_package\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):

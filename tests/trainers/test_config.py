@@ -201,7 +201,7 @@ SFT_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
 GRPO_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"group_by_length": True}, ["group_by_length", "how long their completions get is not known"]),
     ({"num_generations": 1}, ["num_generations must be at least 2", "got 1"]),
-    ({"generation_batch_size": 16, "steps_per_generation": 2}, ["say the same thing", "set one of them"]),
+    ({"generation_batch_size": 16, "steps_per_generation": 2}, ["both set the size", "set one of them"]),
     ({"reward_funcs": []}, ["reward_funcs is empty", "such as exact_answer"]),
     ({"temperature": 0.0}, ["temperature must be positive", "see eval_temperature"]),
     ({"temperature": float("nan")}, ["temperature must be positive", "nan"]),
@@ -226,8 +226,8 @@ GRPO_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
         ["weighs no tokens. Write off_policy_mask_threshold: null"],
     ),
     ({"loss_type": "real", "teacher_model": "t"}, ["whole completions, and teacher_model judges tokens"]),
-    ({"loss_type": "real", "epsilon": 0.1}, ["epsilon is 0.1", "nothing looks at with loss_type=real"]),
-    ({"loss_type": "sapo", "epsilon": 0.1}, ["epsilon is 0.1", "nothing looks at with loss_type=sapo"]),
+    ({"loss_type": "real", "epsilon": 0.1}, ["epsilon is 0.1", "has no effect with loss_type=real"]),
+    ({"loss_type": "sapo", "epsilon": 0.1}, ["epsilon is 0.1", "has no effect with loss_type=sapo"]),
     ({"loss_type": "vespo", "delta": 2.0}, ["delta is 2.0", "read with grpo, bnpo"]),
     ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, ["epsilon is 0.1", "loss_type=cispo"]),
     ({"sapo_temperature_neg": 2.0}, ["sapo_temperature_neg is 2.0", "loss_type=dapo", "read with sapo"]),
@@ -241,7 +241,7 @@ GRPO_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"kl_in_reward": True}, ["kl_in_reward is set, but beta", "is 0"]),
     (
         {"beta": 0.1, "kl_in_reward": True, "multi_objective_aggregation": "normalize_then_sum"},
-        ["not with normalize_then_sum"],
+        ["which normalize_then_sum does not"],
     ),
     ({"teacher_kl_coef": 0.5}, ["teacher_kl_coef is set, but teacher_model is not"]),
     ({"ref_model": "other"}, ["ref_model", "weight beta is 0"]),
@@ -256,7 +256,7 @@ GRPO_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"max_turns": 2}, ["max_turns is set, but there is no environment"]),
     ({"environment": "e", "tools": ["t"]}, ["environment and tools both answer"]),
-    ({"environment": "e", "max_turns": 2, "max_tool_calling_iterations": 1}, ["say the same thing"]),
+    ({"environment": "e", "max_turns": 2, "max_tool_calling_iterations": 1}, ["both limit the turns"]),
     ({"reward_model": ["judge"], "reward_weights": [1.0]}, ["1 values for 1 reward_funcs and 1 of reward_model"]),
 ]
 
@@ -277,7 +277,7 @@ def test_a_loss_at_another_level_than_its_papers_is_warned_of(caplog: pytest.Log
     grpo_config(loss_type="vespo")
     assert not caplog.records
     grpo_config(loss_type="luspo")
-    assert "loss_type=luspo is meant with importance_sampling_level=sequence, not token" in caplog.text
+    assert "loss_type=luspo is designed for importance_sampling_level=sequence, not token" in caplog.text
 
 
 @pytest.mark.parametrize(("changed", "told"), SFT_MISTAKES, ids=lambda value: str(value)[:60])
@@ -345,11 +345,15 @@ def test_pretraining_is_sft_on_one_stream_of_tokens() -> None:
             1,
             ["generation_kwargs: presence_penalty is 1.5", "At temperature 0.25 the limit is 0.5"],
         ),
-        ({"generation_kwargs": {"stop_token_ids": [5]}}, 1, ["write the key stop_token_ids beside generation_kwargs"]),
+        (
+            {"generation_kwargs": {"stop_token_ids": [5]}},
+            1,
+            ["write the key stop_token_ids in addition to generation_kwargs"],
+        ),
         ({"generation_kwargs": {"stop_strings": ["x"]}}, 1, ["write its id as the key stop_token_ids"]),
         ({"generation_kwargs": {"eos_token_id": 5}}, 1, ["further ones as the key stop_token_ids"]),
         ({"generation_kwargs": {"logit_bias": [5]}}, 1, ["logit_bias must map token ids to numbers"]),
-        ({"resume_from_checkpoint": "."}, 1, ["resume_from_checkpoint: '.' is no checkpoint", "checkpoints: "]),
+        ({"resume_from_checkpoint": "."}, 1, ["resume_from_checkpoint: '.' is not a checkpoint", "checkpoints: "]),
         ({"num_generations": 3}, 1, ["a generation of 8 completions", "multiple of num_generations=3"]),
         ({"num_generations": 16}, 1, ["a generation of 8 completions", "multiple of num_generations=16"]),
         ({"generation_batch_size": 12}, 1, ["a generation of 12", "multiple of the 8 sequences of an optimizer step"]),

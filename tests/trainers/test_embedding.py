@@ -79,7 +79,7 @@ def test_variables_say_nothing_in_a_file_of_trl(monkeypatch: pytest.MonkeyPatch)
         (
             EmbeddingConfig,
             {"backend": "megatron", "tuner_type": "lora"},
-            "trains embedding models whole, and no adapter",
+            "trains all weights of embedding models, and no adapter",
         ),
         (EmbeddingConfig, {"use_chat_template": False, "end_token": "x"}, "use_chat_template is false"),
         (RerankingConfig, {"listwise_reranker_temperature": 0.5}, "loss_type is pointwise_reranker"),
@@ -101,7 +101,7 @@ def test_models_that_would_be_read_wrongly_are_refused(tmp_path: Path) -> None:
         tiny_tokenizer().save_pretrained(tmp_path / name)
     rows = [{"query": "a", "positive": "b"}]
     typed = RerankingConfig(model=str(tmp_path / "bert"), dataset=rows)
-    with pytest.raises(ConfigError, match="distinguishes query and document by token types"):
+    with pytest.raises(ConfigError, match="needs token types for query and document"):
         RerankingTrainer.check(typed, None)
     RerankingTrainer.check(RerankingConfig(model=str(tmp_path / "roberta"), dataset=rows), None)
     of_roberta: dict[str, Any] = {"model": str(tmp_path / "roberta"), "dataset": rows}
@@ -112,7 +112,7 @@ def test_models_that_would_be_read_wrongly_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="writes no answer"):
         RerankingTrainer.check(asked, None)
     joined = EmbeddingConfig(model=str(tmp_path / "bert"), dataset=rows, padding_free=True)
-    with pytest.raises(ConfigError, match="sees tokens to the right"):
+    with pytest.raises(ConfigError, match="attends to later tokens"):
         EmbeddingTrainer.check(joined, None)
 
 
@@ -144,7 +144,7 @@ def test_rows_of_others_have_the_same_members(form: str) -> None:
         ({"messages": turn("q")}, "no positive"),
         ({"positive": "p"}, "no anchor"),
         ({"query": "q", "positive": []}, "no positive"),
-        ({"query": "q", "positive": "p", "label": "x"}, "'x' is no number"),
+        ({"query": "q", "positive": "p", "label": "x"}, "'x' is not a number"),
         ({"messages": turn("<image>"), "images": ["a.png"], "positive": "p"}, "which this model cannot read"),
         ({"messages": [{"role": "user"}], "positive": "p"}, "message 0 has no content"),
     ],
@@ -181,7 +181,7 @@ def test_a_question_is_qwen3_rerankers() -> None:
         assert text == f"<|im_start|>system\n{JUDGE}<|im_end|>\n<|im_start|>user\n{body}{end}"
     ((ids, _),) = PairEncoder(tokenizer, True, answer=99)(members_of({"query": "q", "positive": "p"}))
     assert f"<Instruct>: {INSTRUCTION}\n" in tokenizer.decode(ids)
-    with pytest.raises(ConfigError, match="'yes' is no token of the model"):
+    with pytest.raises(ConfigError, match="'yes' is not a token of the model"):
         answer_ids(RerankingConfig(model="m", dataset="d", task_type="generative_reranker"), tokenizer)
 
 
@@ -226,7 +226,7 @@ def test_files_of_sentence_transformers_are_read_and_kept(tmp_path: Path) -> Non
     assert sentence_files(str(final)).pooling == "mean"
     assert sentence_files(save_tiny(tmp_path / "plain")) == SentenceFiles()
     (model / "1_Pooling" / "config.json").write_text('{"pooling_mode": "weightedmean"}')
-    with pytest.raises(ConfigError, match="asks for pooling by weightedmean"):
+    with pytest.raises(ConfigError, match="has pooling by weightedmean"):
         sentence_files(str(model))
     (model / "modules.json").write_text('[{"path": "2_Dense", "type": "a.Dense"}]')
     with pytest.raises(ConfigError, match="has a part Dense"):

@@ -101,7 +101,7 @@ def test_keys_of_the_other_engine_are_passed_over_and_defaults_are_those_of_the_
     config = read(tmp_path, f"{text}attn_impl: sdpa\n", "bamba", monkeypatch)  # with ms-swift's defaults
     assert (config.rollout_engine, config.vllm_max_model_len, config.rollout_batch_size) == ("vllm", 2048, None)
     assert (config.vllm_engine_kwargs, config.vllm_gpu_memory_utilization) == ({"block_size": 16}, 0.9)
-    assert "rollout_batch_size (rollout_engine: auto took vllm" in caplog.text
+    assert "rollout_batch_size (rollout_engine: auto chose vllm" in caplog.text
     with pytest.raises(ConfigError, match="use_vllm means rollout_engine: vllm, but rollout_engine is auto"):
         read(tmp_path, "use_vllm: true", "qwen3", monkeypatch)
 

@@ -38,7 +38,7 @@ FIT: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "two GPUs of a worker a model": ({"vllm_tensor_parallel_size": 2}, apart(2)),
     "sleeps on GPUs": ({"sleep_level": 2}, TOGETHER),
     "room for one token more": ({"vllm_max_model_len": 513}, None),
-    "room for one token behind a prompt": (
+    "room for one token after a prompt": (
         {"vllm_max_model_len": 101, "max_prompt_length": 100, "vllm_clip_completions": True},
         None,
     ),
@@ -65,7 +65,7 @@ MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "no room for a token": (
         {"vllm_max_model_len": 100, "max_prompt_length": 100, "vllm_clip_completions": True},
         None,
-        "no room for a token behind a prompt of 100",
+        "no room for a token after a prompt of 100",
     ),
     "nothing ends them": ({"vllm_clip_completions": True}, None, "Set that, or remove it"),
     "no room for both": ({"vllm_max_model_len": 611, "max_prompt_length": 100}, None, "no room for a prompt of 100"),

@@ -315,7 +315,7 @@ def test_a_worker_without_a_model_is_told_from_one_that_has_died() -> None:
     config = CompletionConfig(model="unused", dataset="unused", output_dir="unused")
     policy = Policy(config, loss=lambda: 1 / 0)
     generator = Generator(config, policy)
-    with pytest.raises(EngineLostError, match="took the place of one that died"):
+    with pytest.raises(EngineLostError, match="it replaced a worker that died"):
         generator.meet()
     for door in (policy.reload, lambda: policy.make_room("weights"), lambda: policy.export(Path("unused"))):
         with pytest.raises(ModelLostError, match=r"this worker has no policy: .*resume_from_checkpoint"):

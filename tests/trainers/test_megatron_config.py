@@ -436,7 +436,7 @@ def test_keys_of_experts_are_read_if_any_role_has_experts(keys: dict[str, Any], 
 def test_experts_that_are_divided_have_no_dense_model_beside_them(tmp_path: Path) -> None:
     models = {"model": folder(tmp_path, MOE), "teacher_model": folder(tmp_path, DENSE, "dense")}
     run = config(GKDConfig, **models, gkd_logits_topk=8, **{EP: 2})
-    with pytest.raises(ConfigError, match=f"{EP} 2 of role 'teacher' .* a dense model cannot be beside experts that"):
+    with pytest.raises(ConfigError, match=f"{EP} 2 of role 'teacher' .* a dense model cannot share workers with"):
         check_megatron(run, gpus("train teacher rollout"))
 
 
@@ -508,7 +508,7 @@ def test_the_tables_of_fields_name_fields_and_keys_that_exist() -> None:
     ("name", "told"),
     [
         ("moe_permut_fusion", "no field 'moe_permut_fusion' in its configurations (did you mean moe_permute_fusion?)"),
-        (TP, f"{TP} is a separate key. Write it beside megatron"),
+        (TP, f"{TP} is a separate key. Write it as a separate key"),
         ("recompute_granularity", "is a separate key"),
         ("hidden_size", "follows from the model's config.json"),
         ("num_moe_experts", "follows from the model's config.json"),
@@ -520,12 +520,12 @@ def test_the_tables_of_fields_name_fields_and_keys_that_exist() -> None:
         ("attention_dropout", "is set by the key disable_dropout"),
         ("optimizer_cpu_offload", "is set by the key optimizer_offload"),
         ("fine_grained_activation_offloading", "is set by the key recompute_granularity"),
-        ("overlap_p2p_comm", "is chosen by the backend"),
-        ("calculate_per_token_loss", "is chosen by the backend"),
-        ("fp32_residual_connection", "is chosen by the backend"),
-        ("microbatch_group_size_per_vp_stage", "is chosen by the backend"),
-        ("overlap_p2p_comm_warmup_flush", "is chosen by the backend"),  # stages would wait for each other's lengths
-        ("fsdp_double_buffer", "is chosen by the backend"),
+        ("overlap_p2p_comm", "is set by the backend"),
+        ("calculate_per_token_loss", "is set by the backend"),
+        ("fp32_residual_connection", "is set by the backend"),
+        ("microbatch_group_size_per_vp_stage", "is set by the backend"),
+        ("overlap_p2p_comm_warmup_flush", "is set by the backend"),  # stages would wait for each other's lengths
+        ("fsdp_double_buffer", "is set by the backend"),
     ],
 )
 def test_a_field_that_something_else_decides_is_refused_with_what_does(name: str, told: str) -> None:
@@ -548,7 +548,7 @@ def test_a_field_that_something_else_decides_is_refused_with_what_does(name: str
 def test_a_field_of_layers_that_are_not_used_is_refused(name: str, value: Any) -> None:
     default = next(iter(known_fields()[name].values()))
     check_fields({name: default})  # as it is anyway
-    assert f"{name} is of layers of TransformerEngine or apex" in refused(name, value)
+    assert f"{name} belongs to layers of TransformerEngine or apex" in refused(name, value)
 
 
 @pytest.mark.parametrize(
@@ -583,11 +583,11 @@ def test_with_transformer_engine_fields_of_its_layers_are_checked(monkeypatch: p
         (False, {"transformer_impl": "apex"}, "transformer_impl must be one of local, transformer_engine"),
         (False, {"transformer_impl": "inference_optimized"}, "transformer_impl must be transformer_engine or local"),
         (False, {**fp8, "transformer_impl": "local"}, "fp8 needs layers of TransformerEngine, but transformer_impl is"),
-        (True, fp8, "an adapter stands beside megatron-core's own layers"),
+        (True, fp8, "an adapter is added to megatron-core's own layers"),
         (True, {"transformer_impl": "transformer_engine"}, "transformer_impl: transformer_engine needs layers"),
         (False, {"fp8": "e5m2"}, "fp8 must be one of e4m3, hybrid, got 'e5m2'"),
         (False, {"fp8": "e4m3"}, "fp8_recipe must be one of tensorwise, blockwise, mxfp8; it is 'delayed'"),
-        (False, {"fp8_recipe": "mxfp8"}, "fp8_recipe is of fp8. Write fp8: hybrid beside it"),
+        (False, {"fp8_recipe": "mxfp8"}, "fp8_recipe is of fp8. Also write fp8: hybrid"),
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
             check_fields(further, has_adapter=adapter)
@@ -627,14 +627,14 @@ def test_a_field_that_nothing_reads_is_refused_unless_it_is_as_it_is_anyway() ->
     for name in UNREAD:
         default = next(iter(known_fields()[name].values()))
         other = not default if isinstance(default, bool) else named.get(name) or (default or 0) + 1
-        assert f"{name} is read by nothing that the backend uses. Remove it" in refused(name, other)
+        assert f"{name} has no effect in the backend. Remove it" in refused(name, other)
         check_fields({name: default})
 
 
 @pytest.mark.parametrize(
     ("further", "told"),
     [
-        ({BALANCING: "global_aux_loss", AUX: 1e-3}, "how a whole step chose its experts"),
+        ({BALANCING: "global_aux_loss", AUX: 1e-3}, "needs the experts that a whole step chooses"),
         ({BALANCING: "sinkhorn"}, "to other experts in training than in scoring. Write one of aux_loss, seq_aux_loss"),
         ({BALANCING: ["aux_loss"], AUX: [1e-3]}, f"{BALANCING} must be one of aux_loss, seq_aux_loss, none"),
         ({AUX: -1.0}, f"{AUX} must be a number, 0 or above, got -1.0"),
@@ -748,7 +748,7 @@ def test_megatron_core_is_asked_where_there_are_no_further_fields(
 
 def test_gradients_do_not_wait_for_an_output_layer_that_is_not_megatron_cores() -> None:
     name = "defer_embedding_wgrad_compute"
-    assert f"{name} is of megatron-core's output layer, and the head here is another" in refused(name, True)
+    assert f"{name} belongs to megatron-core's output layer, but the backend has its own head" in refused(name, True)
 
 
 def test_experts_are_not_padded_to_a_capacity_as_workers_have_other_numbers_of_tokens() -> None:
@@ -844,7 +844,7 @@ QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "rope_parameters": {"rope_
         ({"use_sliding_window": True}, "sliding window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
         ({"model_type": "mistral"}, "sliding window"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope', and known are default, linear, llama3, yarn"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope', but supported are default, linear, llama3, yarn"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "'dynamic'"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
@@ -878,7 +878,7 @@ def test_a_mixture_without_what_its_family_has_is_not_known() -> None:
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"lora_kwargs": {"use_dora": True}}, "does not know .*use_dora"),
+        ({"lora_kwargs": {"use_dora": True}}, "does not support .*use_dora"),
         ({"lora_target_modules": ["lm_head"]}, "target_modules has 'lm_head'"),
         ({"lora_kwargs": {"modules_to_save": ["vit", "aligner"]}}, "has vit, but the model .* has no vision tower"),
         ({"lora_kwargs": {"modules_to_save": ["norm"]}}, "has 'norm', but with backend: megatron an adapter has only"),
@@ -944,7 +944,7 @@ def test_a_model_that_also_sees_is_judged_by_its_language_model() -> None:
     (mistake,) = architecture_mistakes({"model_type": "qwen3_5", "text_config": DELTA | {"attention_bias": True}})
     assert "attention_bias" in mistake
     (mistake,) = architecture_mistakes(DELTA | {"linear_num_value_heads": 5})
-    assert "its linear_num_value_heads 5 are no multiple of its linear_num_key_heads 2" in mistake
+    assert "its linear_num_value_heads 5 are not a multiple of its linear_num_key_heads 2" in mistake
     (mistake,) = architecture_mistakes({"model_type": "qwen3_5_moe_text", "num_experts_per_tok": 1})
     assert "num_experts_per_tok 1" in mistake
 
@@ -966,7 +966,7 @@ def test_a_model_with_its_own_code_is_refused_with_the_name_of_the_other_form(
 ) -> None:
     code = {"AutoConfig": "configuration.Configuration"}
     model = folder(tmp_path, {"model_type": "internvl_chat", "auto_map": code}, name)
-    told = re.escape("brings its own code, which is not run here. The hub has its weights for transformers' own ")
+    told = re.escape("has its own code, which RayHelper does not run. The hub also has its weights for the class of")
     for asked in (shape_of, partial(configuration_of, trust_remote_code=False)):
         with pytest.raises(ConfigError, match=rf"{told}.* Write model: {model}{instead}$"):
             asked(model)

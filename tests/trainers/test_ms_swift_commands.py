@@ -366,7 +366,7 @@ def test_an_evaluation_has_as_many_batches_as_eval_iters_says(tmp_path: Path, ca
     with caplog.at_level(logging.INFO):
         assert load(SFTConfig, text + "split_dataset_ratio: 0.1", tmp_path).max_eval_sequences == 12
         assert load(SFTConfig, text, tmp_path).max_eval_sequences is None
-    assert "eval_iters (each evaluation has the first 12 sequences, and none twice;" in caplog.text
+    assert "eval_iters (each evaluation has the first 12 sequences;" in caplog.text
     assert "eval_iters (there is no eval_dataset)" in caplog.text
     assert "eval_iters is not supported" in told(DPOConfig, text + "split_dataset_ratio: 0.1", tmp_path)
 
@@ -410,13 +410,13 @@ def test_bits_without_a_method_and_an_adapter_beside_quantized_weights(
 ) -> None:
     with caplog.at_level(logging.INFO):
         assert not load(SFTConfig, "defaults: ms-swift\ntuner_type: lora\nquant_bits: 4", tmp_path).quantization
-    assert "quant_bits (without quant_method nothing is quantized, in ms-swift neither)" in caplog.text
+    assert "quant_bits (without quant_method nothing is quantized, also in ms-swift)" in caplog.text
     text = "tuner_type: lora\nquant_method: bnb\nquant_bits: 4\nuse_vllm: true\nvllm_enable_lora: true"
     with caplog.at_level(logging.INFO):
         config = load(GRPOConfig, text + "\ndefaults: ms-swift", tmp_path)
     assert config.load_in_4bit
     assert not config.vllm_enable_lora
-    assert "vllm_enable_lora (weights are quantized, and the engine gets the values" in caplog.text
+    assert "vllm_enable_lora (the engine gets the dequantized weights" in caplog.text
     with pytest.raises(ConfigError, match="vllm_enable_lora: the engine would use the adapter with weights that"):
         load(GRPOConfig, text + "\ndefaults: trl", tmp_path)
 
@@ -427,7 +427,7 @@ def test_a_loss_that_clips_nothing_reads_no_epsilon(tmp_path: Path, caplog: pyte
         config = load(GRPOConfig, text + "defaults: ms-swift", tmp_path)
     assert (config.epsilon, config.epsilon_high) == (0.2, None)
     assert "epsilon, epsilon_high (loss_type sapo does not read it)" in caplog.text
-    assert "nothing looks at" in told(GRPOConfig, text + "defaults: trl", tmp_path)
+    assert "has no effect" in told(GRPOConfig, text + "defaults: trl", tmp_path)
 
 
 def test_workers_that_share_rows_leave_a_step_of_grpo_as_large_as_there(tmp_path: Path) -> None:
@@ -458,7 +458,7 @@ def test_loss_scale_of_each_trainer(tmp_path: Path) -> None:
     weighted = load(SFTConfig, "loss_scale: last_round+hermes+react\nloss_type: loss_scale", tmp_path)
     assert (weighted.loss_scale, weighted.loss_type) == ("last_round+hermes+react", "nll")
     assert "Did you mean 'hermes'" in told(SFTConfig, "loss_scale: hermez", tmp_path)
-    assert "no answer begins" in told(SFTConfig, "loss_scale: all+ignore_empty_think", tmp_path)
+    assert "no first token of an answer" in told(SFTConfig, "loss_scale: all+ignore_empty_think", tmp_path)
     assert "remove one of them" in told(SFTConfig, "loss_scale: all\nassistant_only_loss: true", tmp_path)
     assert "Did you mean 'last_round'" in told(SFTConfig, "loss_scale: last_rounds", tmp_path)
 
@@ -478,6 +478,15 @@ def test_packing_of_rows_needs_a_length(kind: type[Any], tmp_path: Path) -> None
 def test_rows_that_are_joined_fill_no_packs(tmp_path: Path) -> None:
     config = load(SFTConfig, "packing: true\npacking_strategy: binpack", tmp_path)
     assert (config.packing_strategy, pack_length(config), micro_batch_tokens(config)) == ("bfd", None, "auto")
+
+
+@pytest.mark.parametrize(("steps", "is_told"), [(1, False), (2, True)])
+def test_gkd_says_that_its_mean_is_over_the_step(
+    steps: int, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        load(GKDConfig, f"teacher_model: t\ndefaults: ms-swift\ngradient_accumulation_steps: {steps}", tmp_path)
+    assert ("in ms-swift it is one per micro-batch" in caplog.text) is is_told
 
 
 def test_packing_of_rows_that_ms_swift_does_not_pack_is_padding_free(tmp_path: Path) -> None:

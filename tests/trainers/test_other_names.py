@@ -438,7 +438,7 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (
         SFTConfig,
         "backend: megatron\nrouter_aux_loss_coef: 0.01",
-        "router_aux_loss_coef is 0.01, which is of transformers' losses, but backend is megatron. Write megatron: {",
+        "router_aux_loss_coef is 0.01, but backend is megatron. Write megatron: {",
     ),
     (SFTConfig, "tuner_type: lora\nmodules_to_save: all-embedding", "all-embedding is a word of ms-swift's"),
     (
@@ -461,13 +461,13 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         (kind, "completion_length_limit_scope: per_round", "only GRPO and GKD have completions of several turns")
         for kind in (PPOConfig, SFTConfig, DPOConfig, SamplingConfig)
     ),
-    (GRPOConfig, "truncation_strategy: right", "write left: long rows lose the beginning of their prompt"),
+    (GRPOConfig, "truncation_strategy: right", "write left: long rows are cut at the beginning of their prompt"),
     (SFTConfig, "save_strategy: epochs", "save_strategy must be one of steps, epoch, best, no, got 'epochs' (did you"),
     (SFTConfig, "save_strategy: best", "save_strategy best saves the best model so far. Set metric_for_best_model"),
     (
         SFTConfig,
         "split_dataset_ratio: 0.1\nsave_strategy: best\nmetric_for_best_model: loss\nearly_stop_interval: 2",
-        "early_stop_interval counts checkpoints that are no better, and save_strategy best saves none of them",
+        "early_stop_interval counts checkpoints that are not better, and save_strategy best saves none of them",
     ),
     (
         SFTConfig,
@@ -476,14 +476,14 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     ),
     (SFTConfig, "data_seed: 7", "seed is also the seed of the data"),
     (SFTConfig, "enable_thinking: false", "Write a chat_template"),
-    (SFTConfig, "max_new_tokens: 3", "another name of max_completion_length, which is no key of this trainer"),
+    (SFTConfig, "max_new_tokens: 3", "another name of max_completion_length, which is not a key of this trainer"),
     (SFTConfig, "dataset_shufle: true", "did you mean dataset_shuffle?"),
     (SFTConfig, "recompute_granlarity: full", "did you mean recompute_granularity?"),
     (GRPOConfig, "soft_cache_length: 3", "it belongs to the reward soft_overlong. Name that in reward_funcs"),
     (GRPOConfig, "repetition_n_grams: 3", "ms-swift's reward counts repeated words, TRL's repeated tokens"),
     (GRPOConfig, "stop_words: [x]", "a completion ends with a token, not with text: write stop_token_ids"),
     (PPOConfig, "stop: [x]", "write stop_token_ids, a list of ids of the tokenizer"),
-    (GRPOConfig, "multi_turn_scheduler: math_tip_trick\nenvironment: lake", "without environment beside it"),
+    (GRPOConfig, "multi_turn_scheduler: math_tip_trick\nenvironment: lake", "not together with environment"),
     (GKDConfig, "multi_turn_scheduler: thinking_tips_scheduler", "it makes a sample of each turn"),
     (PPOConfig, "multi_turn_scheduler: math_tip_trick", "GRPO and GKD have it"),
     (GRPOConfig, "use_gym_env: true", "write environment: name"),
@@ -517,7 +517,7 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (
         GRPOConfig,
         "backend: fsdp\ntensor_model_parallel_size: 2",
-        "fsdp_sharding_strategy: full_shard lays weights in shards",
+        "fsdp_sharding_strategy: full_shard shards weights",
     ),
     (GRPOConfig, "tensor_model_parallel_size: true", "tensor_model_parallel_size must be a whole number, got true"),
     (SFTConfig, "vllm_max_model_len: 9\nvllm_x: 1", "vllm_max_model_len and vllm_x are not supported: vLLM completes"),

@@ -96,12 +96,15 @@ def test_names_of_a_plugin_are_accepted_with_the_keys_that_they_take(plugin: str
     [
         ({"loss_type": "min"}, r"loss_type must be one of grpo, .*mine.*, got 'min'.* Did you mean 'mine'\?"),
         ({"advantage_estimator": "centered"}, "advantage_estimator must be one of grpo, .* got 'centered'.*'centred'"),
-        ({"loss_type": "mine", "delta": 2.0}, "delta is 2.0, which nothing looks at with loss_type=mine"),
-        ({"loss_type": "mine", "sapo_temperature_neg": 2.0}, "sapo_temperature_neg is 2.0, which nothing looks at"),
+        ({"loss_type": "mine", "delta": 2.0}, "delta is 2.0, which has no effect with loss_type=mine"),
+        ({"loss_type": "mine", "sapo_temperature_neg": 2.0}, "sapo_temperature_neg is 2.0, which has no effect with"),
         ({"advantage_estimator": "centred", "normalize_advantages": True}, "normalize_advantages is True"),
         ({"advantage_estimator": "centred", "scale_rewards": "batch"}, "scale_rewards=batch is for"),
         ({"loss_type": {"name": "mine", "speed": 1}}, "mine cannot be called with .*speed.*epsilon, steepness"),
-        ({"loss_type": {"name": "mine", "epsilon": 0.3}}, "epsilon is a key of the configuration. Write it beside"),
+        (
+            {"loss_type": {"name": "mine", "epsilon": 0.3}},
+            "epsilon is a key of the configuration. Write it as a separate key",
+        ),
     ],
 )
 def test_what_does_not_fit_a_plugin_is_refused_when_plugins_are_imported(
@@ -190,16 +193,16 @@ def test_advantages_of_an_own_estimator_may_be_of_completions_or_of_tokens() -> 
     [
         ({"advantage_estimator": "pass_at_k", "pass_k": 3}, "pass_k=3 completions cannot be drawn from"),
         ({"advantage_estimator": "pass_at_k", "pass_k": 0}, "pass_k must be at least 1"),
-        ({"pass_k": 2}, "pass_k is 2, which nothing looks at with advantage_estimator=grpo"),
+        ({"pass_k": 2}, "pass_k is 2, which has no effect with advantage_estimator=grpo"),
         ({"advantage_estimator": "maxrl", "beta": 0.1, "kl_in_reward": True}, "maxrl counts rewards of 0 and 1"),
         ({"advantage_estimator": "remax", "max_staleness": 1}, "remax compares with a greedy completion"),
         ({"advantage_estimator": "opo", "num_generations": 1}, "num_generations must be at least 2"),
-        ({"loss_type": "gpg", "epsilon": 0.1}, "epsilon is 0.1, which nothing looks at with loss_type=gpg"),
+        ({"loss_type": "gpg", "epsilon": 0.1}, "epsilon is 0.1, which has no effect with loss_type=gpg"),
         ({"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "importance_sampling_level is sequence"),
         ({"loss_type": "clip_cov", "clip_cov_ratio": 0.0}, r"clip_cov_ratio must lie in \(0, 1\]"),
         ({"loss_type": "clip_cov", "clip_cov_lb": 6.0}, "clip_cov_lb=6.0 is not below clip_cov_ub=5.0"),
         ({"loss_type": "kl_cov", "kl_cov_coef": -1.0}, "kl_cov_coef must be at least 0"),
-        ({"loss_type": "kl_cov", "clip_cov_lb": 0.5}, "clip_cov_lb is 0.5, which nothing looks at"),
+        ({"loss_type": "kl_cov", "clip_cov_lb": 0.5}, "clip_cov_lb is 0.5, which has no effect with"),
         ({"loss_type": "dppo_tv", "dppo_ratio_cap": 0.5}, "dppo_ratio_cap must be at least 1"),
         ({"rollout_rejection": "token_k1"}, "rollout_rejection=token_k1 needs rollout_rejection_max"),
         ({"rollout_rejection_max": 2.0}, "bounds of rollout_rejection, which is not set"),

@@ -355,7 +355,7 @@ def test_divergence_scores_have_the_slope_of_the_log_ratio_at_zero() -> None:
         ({"loss_type": "nca_pair", "reference_free": True}, "nca_pair compare each completion with a reference"),
         (
             {"loss_type": "sigmoid", "reference_free": True, "f_divergence_type": "js_divergence"},
-            "measures the way from a reference",
+            "measures the distance from a reference",
         ),
         ({"loss_type": ["aot", "sft"], "use_weighting": True}, "aot, sft cannot be weighted pair by pair"),
     ],

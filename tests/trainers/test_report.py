@@ -306,7 +306,7 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_goes(tmp_path: Path) -> Non
     told = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(told | {"end": None, "num_steps": 10}))
     text = " ".join(shown(folder).all("body")[0][1].split())
-    assert "step 5 of 10; no end is recorded: it runs, or was killed." in text
+    assert "step 5 of 10; no end is recorded: the run continues, or was killed." in text
     assert "metrics.jsonl: 3 damaged lines left out (lines 8, 9, 10)." in text
     assert "loss was not finite (NaN or infinite) in 1 step." in text
     assert "Read the page again every 20 seconds" in text
@@ -366,7 +366,7 @@ def test_a_folder_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.Captu
         "Name the output_dir of a run.\n"
     )
     assert main([str(tmp_path / "no")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 # As runs write it

@@ -206,7 +206,7 @@ def test_the_columns_that_functions_ask_for_are_known_before_anything_is_scored(
     for missing in ("answer", "prompt"):
         with pytest.raises(ValueError, match=r"'needs' asks for 'gold', but eval_dataset has no such column"):
             check_columns(named, [missing], "eval_dataset")
-    with pytest.raises(ValueError, match="'by_place' takes 'completions' by its place only"):
+    with pytest.raises(ValueError, match="'by_place' takes 'completions' by position only"):
         check_columns([(by_place, "by_place")], ["gold"])
     with pytest.raises(ValueError, match="exact_answer compares with column 'answer' or 'solution'"):
         check_columns([(exact_answer, "exact_answer")], ["gold"])

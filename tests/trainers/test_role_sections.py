@@ -162,7 +162,7 @@ def test_a_section_without_devices_may_stand_beside_device_groups(tmp_path: Path
 
 def test_the_command_line_cannot_say_in_two_ways_where_roles_run(tmp_path: Path) -> None:
     groups = '{"all": {"device": "CPU", "ranks": 2, "workers": ["train", "rollout"]}}'
-    with pytest.raises(ConfigError, match="command line: device_groups and train both say where roles run"):
+    with pytest.raises(ConfigError, match="command line: device_groups and train both set where roles run"):
         load(GRPOConfig, "train: {gpus: 2}", tmp_path, "--device_groups", groups, "--train.gpus", "1")
 
 
@@ -247,7 +247,7 @@ def test_what_a_teacher_is_told_of_vllm_is_for_an_engine_of_its_own(tmp_path: Pa
         (GKDConfig, ["--use_vllm=false"], "use_vllm is false"),
         (GKDConfig, ["--teacher.use_vllm=false"], "use_vllm is false"),
         (GKDConfig, ["--teacher_engine=hf"], "teacher_engine is hf"),
-        (GRPOConfig, [], "this trainer's teacher answers without vLLM"),
+        (GRPOConfig, [], "this trainer's teacher does not use vLLM"),
     ],
 )
 def test_a_teacher_without_vllm_passes_over_what_it_is_told_of_it(

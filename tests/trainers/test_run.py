@@ -32,7 +32,7 @@ from trainers.parts.checks import num_train_shards
 from trainers.parts.models import resolve_dtype
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.plugins import MODELS, _Entry, resolve_model
-from trainers.run import stopping
+from trainers.run import origin, stopping
 from trainers.run.going_on import builds_model
 from trainers.run.run import Run, saved_order
 from trainers.run.stopping import StepGivenUp, Stop, Stopped
@@ -232,7 +232,7 @@ def test_a_checkpoint_has_its_name_when_workers_have_written_it(tmp_path: Path) 
         stepped(run).save_checkpoint(workers.save, Nothing())
         stepped(run)
         assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]  # which rotation has left
-        with pytest.raises(ConfigError, match="is no checkpoint"):
+        with pytest.raises(ConfigError, match="is not a checkpoint"):
             resolve_resume(str(tmp_path / "checkpoint-2.tmp"), tmp_path)
         workers.writing.end()
         stepped(run)
@@ -362,7 +362,7 @@ def test_a_run_whose_step_hangs_after_sigterm_names_the_checkpoint_to_go_on_from
     assert "time.sleep(100)" in told
     assert f"stopped after step 3 of 9; saved before: {tmp_path / 'checkpoint-2'}. To continue, run the same" in told
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
-    assert "stopped in a step or in saving that did not end, and not saved" in (tmp_path / "run.json").read_text()
+    assert "stopped in a step or a save that did not end; nothing was saved" in (tmp_path / "run.json").read_text()
 
 
 def test_a_process_that_cannot_reach_process_0_tells_itself_where_it_hangs(
@@ -745,6 +745,31 @@ def test_the_logs_are_closed_however_a_run_ends(model: str, tmp_path: Path) -> N
     assert [log.closed for log in opened_logs] == [True]
 
 
+def test_git_is_asked_once_for_each_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the state of every file."""
+    asked: list[str] = []
+
+    def told(command: list[str]) -> str:
+        if command[0] == "git":
+            asked.append(command[2])
+        return f"{Path(command[2]).name}\n"
+
+    monkeypatch.setattr(origin, "_told", told)
+    root = Path(origin.__file__).parents[2]  # of this repository, as of the package
+    (tmp_path / "other" / "folder").mkdir(parents=True)
+    (tmp_path / "other" / ".git").mkdir()
+    commits = []
+    for number, folder in enumerate((root / "tests", tmp_path / "other" / "folder")):
+        monkeypatch.chdir(folder)
+        origin.begin(
+            tmp_path / str(number), SFTConfig(model="m", dataset="d"), trainer="sft", first_step=0, num_steps=1
+        )
+        commits.append(json.loads((tmp_path / str(number) / origin.ORIGIN_FILE).read_text())["starts"][0]["commits"])
+    assert commits[0] == {"the folder of the run": root.name, "rayhelper": root.name}
+    assert commits[1] == {"the folder of the run": "other", "rayhelper": root.name}
+    assert asked == [str(root), str(tmp_path / "other"), str(root)]
+
+
 def test_a_run_does_not_go_on_with_other_keys_than_its_checkpoint_was_made_with(tmp_path: Path) -> None:
     with opened(tmp_path) as run:
         stepped(run, 2).save_checkpoint(Nothing().save, Nothing())
@@ -752,7 +777,7 @@ def test_a_run_does_not_go_on_with_other_keys_than_its_checkpoint_was_made_with(
         ({"learning_rate": 5.0}, "learning_rate was .* and is 5.0"),
         ({"tuner_type": "lora"}, "tuner_type was full and is lora"),
         ({"backend": "megatron"}, "backend was fsdp and is megatron"),
-        ({"num_steps": 1}, "is of step 2, and the run has 1 steps"),
+        ({"num_steps": 1}, "is from step 2, and the run has 1 steps"),
     ):
         with pytest.raises(ConfigError, match=told):
             opened(tmp_path, resume_from_checkpoint=True, **keys)

@@ -214,7 +214,8 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda _, choice: {"response_token_ids": choice.token_ids, "response_loss_mask": [1]}, "of 1 for 3"),
     (lambda _, choice: {"response_token_ids": choice.token_ids, "response_loss_mask": [0.5, 1, 1]}, "0 or 1 for each"),
     (lambda *_: {"rollout_logprobs": [-5.0]}, "not the engine's"),
-    (lambda *_: {"rollout_infos": {"images": ["x.png"]}}, "only models of texts"),
+    (lambda *_: {"rollout_infos": {"images": ["x.png"]}}, "has other images than the request"),
+    (lambda *_: {"rollout_infos": {"audios": ["x.wav"]}}, "audios, which schedulers cannot pass"),
 ]
 
 
@@ -318,7 +319,7 @@ def test_math_env_asks_again_until_the_answer_is_right_or_the_conversation_long(
 def test_a_scheduler_that_plays_the_turns_itself_and_an_unknown_game_are_refused(plugin: str) -> None:
     with pytest.raises(ValueError, match="multi_turn_scheduler 'whole': Whole has a run of its own"):
         environment_named("whole", max_turns=None)
-    with pytest.raises(ValueError, match="'open' plays on servers of OpenEnv, whose client is not installed"):
+    with pytest.raises(ValueError, match="'open' uses servers of OpenEnv, whose client is not installed"):
         environment_named("open", max_turns=None)
     with pytest.raises(
         ValueError, match=r"gym_env 'lake' is not in the registry envs \(known: game, math_env, replayed\)"

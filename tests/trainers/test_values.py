@@ -51,13 +51,13 @@ GRPO: dict[str, Any] = {"reward_funcs": ["format"]}
         (GRPOConfig, GRPO | {"epsilon_high": 0.1}, "epsilon_high=0.1 is below epsilon=0.2"),
         (GRPOConfig, GRPO | {"vespo_k_pos": math.nan, "loss_type": "vespo"}, "vespo_k_pos must be a finite number"),
         (GRPOConfig, GRPO | {"loss_type": ["grpo"]}, "loss_type must be text or a mapping"),
-        (SFTConfig, {"chat_template": "{{ x"}, "chat_template is no Jinja template (line 1): "),
+        (SFTConfig, {"chat_template": "{{ x"}, "chat_template is not a Jinja template (line 1): "),
         (SFTConfig, {"chat_template": " "}, "chat_template is empty"),
         (SFTConfig, {"run_name": "../../../etc/passwd"}, "run_name must be a name, without .."),
         (SFTConfig, {"output_dir": ""}, "output_dir is empty"),
         (SFTConfig, {"output_dir": "a\0b"}, "output_dir holds a character of code 0"),
-        (SFTConfig, {"env": {"A=B": 1}}, "env: 'A=B' is no name of an environment variable"),
-        (SFTConfig, {"env": {"": 1}}, "env: '' is no name of an environment variable"),
+        (SFTConfig, {"env": {"A=B": 1}}, "env: 'A=B' is not a name of an environment variable"),
+        (SFTConfig, {"env": {"": 1}}, "env: '' is not a name of an environment variable"),
         (SFTConfig, {"seed": 2**32}, "seed must be at most 4294967295, got 4294967296"),
         (SFTConfig, {"seed": True}, "seed must be a whole number, got True"),
         (SFTConfig, {"tuner_type": "lora", "lora_target_modules": []}, "lora_target_modules names no layer"),
@@ -137,7 +137,7 @@ def test_a_length_far_beyond_the_positions_of_the_model_is_refused(tmp_path: Pat
         (DPOConfig, {"max_length": 10**12}),
         (GRPOConfig, GRPO | {"max_completion_length": 10**9}),
     ):
-        with pytest.raises(ConfigError, match=rf"^max_\w*length is 10+, but the model .* knows {positions} positions"):
+        with pytest.raises(ConfigError, match=rf"^max_\w*length is 10+, but the model .* has {positions} positions"):
             check_lengths(kind(**NEEDED | keys | {"model": model}))
     for length in (None, positions, 4 * positions):  # a row of packed documents
         check_lengths(SFTConfig(**NEEDED | {"model": model, "max_length": length}))
@@ -207,7 +207,7 @@ def test_a_key_that_is_given_twice_is_told_as_such() -> None:
 def test_a_file_says_numbers_in_plain_digits_too(line: str, text: str, number: int, tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("model: m\ndataset: d\n" + line.format(text))
     with pytest.raises(
-        ConfigError, match=f"{text} is no number in decimal digits. Write {number}, or put it in quotes"
+        ConfigError, match=f"{text} is not a number in decimal digits. Write {number}, or put it in quotes"
     ):
         load_config(SFTConfig, ["--config", str(tmp_path / "x.yaml")])
 
@@ -234,7 +234,7 @@ def test_templates_of_transformers_are_templates(tmp_path: Path) -> None:
     (tmp_path / "good.jinja").write_text(template)
     assert SFTConfig(**NEEDED, chat_template=str(tmp_path / "good.jinja"))
     (tmp_path / "bad.jinja").write_text(template + "\n{% endfor %}")
-    with pytest.raises(ConfigError, match=r"chat_template: .*bad.jinja is no Jinja template \(line 2\)"):
+    with pytest.raises(ConfigError, match=r"chat_template: .*bad.jinja is not a Jinja template \(line 2\)"):
         SFTConfig(**NEEDED, chat_template=str(tmp_path / "bad.jinja"))
 
 
@@ -378,7 +378,7 @@ def test_a_model_that_sees_is_refused_where_its_tower_would_be_lost() -> None:
     check_whole(Qwen3_5Config(), "m", "megatron")  # which keeps it as it is
     with pytest.raises(ConfigError, match=r"has a vision tower, and is trained here by Qwen3_5ForCausalLM"):
         check_whole(Qwen3_5Config(), "m", "a backend of texts alone")
-    with pytest.raises(ConfigError, match=r"type qwen2_audio, of which transformers has no class"):
+    with pytest.raises(ConfigError, match=r"type qwen2_audio, which neither AutoModelForCausalLM"):
         check_whole(Qwen2AudioConfig(), "m")
     check_whole(BertConfig(), "m", scores=True)
 

@@ -34,5 +34,5 @@ def safetensors_files(folder: Path) -> list[Path]:
     """The files of the weights. Raises FileNotFoundError if there are none."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"{folder} holds no model*.safetensors, so it is no checkpoint of a model")
+        raise FileNotFoundError(f"{folder} holds no model*.safetensors, so it is not a checkpoint of a model")
     return files

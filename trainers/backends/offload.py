@@ -118,7 +118,7 @@ class Offload:
         """Raises RuntimeError if something that was moved under one of these names is away."""
         missing = [what for what in needed if what in self.what_is_away]
         if missing:
-            raise RuntimeError(f"{' and '.join(missing)} wait in the memory of the host: reload() comes first")
+            raise RuntimeError(f"{' and '.join(missing)} are in the memory of the host: call reload() first")
 
     def _wait(self) -> None:
         if self.kind == "cuda":

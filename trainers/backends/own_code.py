@@ -20,9 +20,10 @@ def own_code_mistake(model: str, config: Mapping[str, Any]) -> str | None:
     """What is wrong with a folder or hub name whose ``config.json`` is of InternVL's own code; None: it is of none."""
     if config.get("model_type") != KIND:
         return None
-    told = f"model: {model!r} ({KIND}) brings its own code, which is not run here"
+    told = f"model: {model!r} ({KIND}) has its own code, which RayHelper does not run"
     last = model.rstrip("/").rpartition("/")[2]
     ending = next((ending for pattern, ending in ENDINGS if re.fullmatch(pattern, last)), None)
     if ending is None:
-        return f"{told}. Take a form of it for transformers' own class: its config.json says model_type: internvl."
-    return f"{told}. The hub has its weights for transformers' own class too. Write model: {model.rstrip('/')}{ending}"
+        return f"{told}. Use the version for the class of transformers: its config.json has model_type: internvl."
+    other = f"{model.rstrip('/')}{ending}"
+    return f"{told}. The hub also has its weights for the class of transformers. Write model: {other}"

@@ -62,7 +62,7 @@ def check_distributed(folder: Path) -> None:
         ConfigError: a file holds what no such checkpoint holds; nothing of it was run.
     """
     if json.loads((folder / "metadata.json").read_text(encoding="utf-8")) != FORMAT:
-        raise ConfigError(f"{folder / 'metadata.json'} is of another format than {FORMAT}. Take another checkpoint.")
+        raise ConfigError(f"{folder / 'metadata.json'} has another format than {FORMAT}. Use another checkpoint.")
     path = folder / ".metadata"
     try:
         with path.open("rb") as file:
@@ -87,8 +87,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def _refused(path: Path, reason: str) -> ConfigError:
     named = re.search(r"GLOBAL (\S+)", reason)
-    told = f"it asks for {named[1]}" if named else "it is no file that torch.save wrote"
+    told = f"it asks for {named[1]}" if named else "torch.save did not write it"
     return ConfigError(
         f"{path} is not read: {told}, and a checkpoint of these trainers holds tensors, numbers and text only. Nothing "
-        "of it was run. It was changed, damaged, or written by another program: take another checkpoint."
+        "of it was run. It was changed, damaged, or written by another program: use another checkpoint."
     )

@@ -135,7 +135,7 @@ def _only_turn(messages: list[Any]) -> str:
     if len(messages) != 1 or messages[0]["role"] != "user" or not isinstance(messages[0]["content"], str):
         raise ValueError(
             "use_chat_template: false reads the text of one turn of the user, and this row has other turns: "
-            f"{', '.join(message['role'] for message in messages)}. Set use_chat_template: true, or take them out."
+            f"{', '.join(message['role'] for message in messages)}. Set use_chat_template: true, or remove them."
         )
     text: str = messages[0]["content"]
     return text

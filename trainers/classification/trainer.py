@@ -157,12 +157,12 @@ def check_classifier(config: ClassificationConfig) -> None:
             built = kind(found)
     if kind is None or not callable(getattr(built, "score", None)):
         raise ConfigError(
-            f"model: {config.model!r} ({found.model_type}) has no classifier with a linear layer named score. Take a "
+            f"model: {config.model!r} ({found.model_type}) has no classifier with a linear layer named score. Use a "
             "decoder such as Qwen3 or Llama; encoders such as BERT are not supported."
         )
     is_classifier = any(name.endswith("ForSequenceClassification") for name in found.architectures or ())
     if is_classifier and found.num_labels != config.num_labels:
         raise ConfigError(
             f"num_labels is {config.num_labels}, but {config.model!r} is a classifier of {found.num_labels} labels. "
-            f"Write num_labels: {found.num_labels}, or take the model that it was made from."
+            f"Write num_labels: {found.num_labels}, or use the model that it was trained from."
         )

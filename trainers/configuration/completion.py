@@ -52,7 +52,8 @@ class CompletionConfig(TrainConfig):
 
     # vLLM, by its own names; needs rollout_engine: vllm
     vllm_gpu_memory_utilization: float | None = None
-    """Share of a GPU's memory for weights and KV cache. null: 0.9, or 0.4 if the policy is trained on the same GPU."""
+    """Share of a GPU's memory for weights and KV cache. null or auto: 0.9, or 0.4 if the policy is trained on the same
+    GPU."""
     vllm_tensor_parallel_size: int = 1
     """Rollout workers that hold one model together. With gpus_per_worker in the device group of role rollout: the GPUs
     of one worker."""
@@ -168,7 +169,7 @@ def check_model_len(config: CompletionConfig) -> None:
         raise ConfigError("vllm_clip_completions ends completions at vllm_max_model_len. Set that, or remove it.")
     if config.vllm_clip_completions and isinstance(length, int) and 0 <= length <= (prompt or 0):
         raise ConfigError(
-            f"{told} has no room for a token behind a prompt of {prompt}: raise it, or lower max_prompt_length."
+            f"{told} has no room for a token after a prompt of {prompt}: raise it, or lower max_prompt_length."
         )
     if config.vllm_clip_completions:
         return
@@ -202,8 +203,7 @@ def check_engine(config: CompletionConfig) -> None:
             raise ConfigError(
                 f"vllm_engine_kwargs: {{quantization: {config.vllm_engine_kwargs['quantization']}}}: an engine "
                 "that quantizes weights while it loads them cannot take new weights of the policy. Remove it; or "
-                "train an adapter and set vllm_enable_lora: true, by which the engine "
-                "keeps its weights."
+                "train an adapter and set vllm_enable_lora: true, with which the engine keeps its weights."
             )
         check_said_once(config)
         return

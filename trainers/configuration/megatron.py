@@ -126,7 +126,7 @@ def key_mistakes(
     """
     if optim not in OPTIMIZERS:
         yield (
-            f"optim is {optim}, but megatron-core has none but {', '.join(OPTIMIZERS)} of transformers' "
+            f"optim is {optim}, but megatron-core has only {', '.join(OPTIMIZERS)} of transformers' "
             "optimizers. Write one of these."
         )
     known = {"momentum"} if optim == "sgd" else set()

@@ -119,7 +119,7 @@ def shape_of(model: str) -> ModelShape | None:
     if mistake := own_code_mistake(model, fields):
         raise ConfigError(mistake)
     for mistake in architecture_mistakes(fields):
-        raise ConfigError(f"backend: megatron cannot be the model {model}: {mistake}. Write backend: fsdp.")
+        raise ConfigError(f"backend: megatron does not support the model {model}: {mistake}. Write backend: fsdp.")
     folder = Path(model).expanduser()
     if folder.is_dir() and any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("model*.safetensors")):
         raise ConfigError(

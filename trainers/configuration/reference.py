@@ -42,13 +42,13 @@ class ReferenceConfig(TrainConfig):
             raise ConfigError(f"ref_model_mixup_alpha must lie in (0, 1], got {self.ref_model_mixup_alpha}")
         if self.sync_ref_model and self.precompute_ref_log_probs:
             raise ConfigError(
-                "sync_ref_model moves the reference, whose log-probabilities precompute_ref_log_probs takes as fixed; "
+                "sync_ref_model changes the reference, but precompute_ref_log_probs needs a fixed reference; "
                 "remove one of the two"
             )
         if self.sync_ref_model and self.is_own_reference:
             raise ConfigError(
-                "sync_ref_model needs a reference model that can move: with tuner_type: lora it is the policy without "
-                "its adapter. Name the starting model as ref_model too, or remove sync_ref_model."
+                "sync_ref_model needs a reference model that can change: with tuner_type: lora it is the policy "
+                "without its adapter. Name the starting model as ref_model too, or remove sync_ref_model."
             )
 
     @property

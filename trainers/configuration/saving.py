@@ -99,7 +99,7 @@ def _best_mistakes(config: SavingConfig, *, has_rows: bool) -> Iterator[str]:
         return
     if config.early_stop_interval is not None and config.save_strategy == "best":
         yield (
-            "early_stop_interval counts checkpoints that are no better, and save_strategy best saves none of them. "
+            "early_stop_interval counts checkpoints that are not better, and save_strategy best saves none of them. "
             "Write save_strategy: steps or epoch, or remove early_stop_interval."
         )
     if not has_rows:
@@ -112,7 +112,7 @@ def _best_mistakes(config: SavingConfig, *, has_rows: bool) -> Iterator[str]:
     if saves == "best" and not config.evaluates_before_end:
         yield f"{told}save_strategy best needs eval_steps, or eval_strategy: epoch"
     elif saves == "no":
-        yield f"{told}save_strategy is no, so that there is none. Remove one of them."
+        yield f"{told}save_strategy is no, so there is no checkpoint. Remove one of them."
     elif saves == "steps" and evaluates == "steps":
         if not config.eval_steps or not config.save_steps or config.save_steps % config.eval_steps:
             got = f"{config.save_steps} and {config.eval_steps}"

@@ -41,10 +41,10 @@ SEQUENCES_PER_STEP = "sequences a step"  # the name of that number in what a che
 PARALLEL_KEYS = tuple(key for key in SIZE_KEYS if key != VLLM_KEY)
 OF_MEGATRON = tuple(one.name for one in fields(MegatronConfig))
 OF_FSDP_INSTEAD = {  # what fsdp does in the place of a key of megatron
-    **dict.fromkeys(PARALLEL_KEYS, " (fsdp_sharding_strategy: full_shard lays weights in shards over all workers)"),
+    **dict.fromkeys(PARALLEL_KEYS, " (fsdp_sharding_strategy: full_shard shards weights over all workers)"),
     **dict.fromkeys(
         ("param_offload", "grad_offload"),
-        " (offload_model and offload_optimizer make room for an engine, fsdp_offload_params all the time)",
+        " (offload_model and offload_optimizer free memory for an engine, and fsdp_offload_params at all times)",
     ),
     **dict.fromkeys(
         (name for name in OF_MEGATRON if "recompute" in name), " (gradient_checkpointing recomputes layers)"
@@ -142,8 +142,8 @@ class RunConfig:
     """Seconds that a call to a role may take, unless device_groups sets it. It also applies to the driver. null: no
     limit."""
     env: dict[str, str | int | float] = field(default_factory=dict)
-    """Environment variables of every process. They override the shell's, and a group's own ``env`` overrides them.
-    Files and trackers show secrets such as HF_TOKEN as ***. For *** in a file that is read, the shell's value is
+    """Environment variables of every process. They override variables of the shell. ``env`` of a device group overrides
+    them. Files and trackers show secrets such as HF_TOKEN as ***. For *** in a file that is read, the shell's value is
     used."""
 
     def __post_init__(self) -> None:
@@ -386,12 +386,12 @@ def check_shared(config: TrainConfig) -> None:
         )
     if config.global_batch_size is not None and config.gradient_accumulation_steps != 1:
         raise ConfigError(
-            "global_batch_size and gradient_accumulation_steps say the same thing; remove gradient_accumulation_steps "
-            "(the micro-batch is per_device_train_batch_size)"
+            "global_batch_size and gradient_accumulation_steps both set the size of a step; "
+            "remove gradient_accumulation_steps (the micro-batch is per_device_train_batch_size)"
         )
     if config.warmup_steps and config.warmup_ratio:
         raise ConfigError(
-            f"warmup_steps={config.warmup_steps} and warmup_ratio={config.warmup_ratio} say the same thing; remove one"
+            f"warmup_steps={config.warmup_steps} and warmup_ratio={config.warmup_ratio} set one thing; remove one"
         )
     if config.peak_tflops is not None and not 0 < config.peak_tflops < math.inf:
         raise ConfigError(f"peak_tflops must be a positive number, got {config.peak_tflops}")
@@ -460,11 +460,11 @@ def _check_backend(config: TrainConfig) -> None:
         asked = [name for name in OF_FSDP if getattr(config, name, None) is not False]
         unread(config, "backend is megatron, which does not read it", *asked)
         if config.gradient_checkpointing == "auto":
-            raise ConfigError("gradient_checkpointing: auto is of backend: fsdp. Write true or false.")
+            raise ConfigError("gradient_checkpointing: auto works only with backend: fsdp. Write true or false.")
         if config.router_aux_loss_coef:
             raise ConfigError(
-                f"router_aux_loss_coef is {config.router_aux_loss_coef}, which is of transformers' losses, but backend "
-                "is megatron. Write megatron: {moe_aux_loss_coeff: ...}"
+                f"router_aux_loss_coef is {config.router_aux_loss_coef}, but backend is megatron. "
+                "Write megatron: {moe_aux_loss_coeff: ...}"
             )
         if getattr(config, "rollout_engine", "vllm") != "hf":  # whose model is transformers'
             unread(config, "backend is megatron, which builds the model itself", "model_init_kwargs")

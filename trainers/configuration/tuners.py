@@ -98,7 +98,9 @@ def check_tuner(config: TunerConfig, *, backend: str, max_steps: int) -> None:
         )
     names_none = not config.lora_target_modules and not config.lora_kwargs.get("target_parameters")
     if config.has_adapter and (names_none or not all(map(str.strip, config.lora_target_modules))):
-        raise ConfigError("lora_target_modules names no layer. Name some, or write all-linear for every linear layer.")
+        raise ConfigError(
+            "lora_target_modules names no layer. Name some layers, or write all-linear for every linear layer."
+        )
     _check_quantization(config)
     if backend == "megatron":
         _check_megatron(config)
@@ -141,7 +143,7 @@ def _check_quantization(config: TunerConfig) -> None:
     """Raises ConfigError for quantized weights that would be trained themselves, or that no adapter is merged into."""
     bits = [name for name in BITS if getattr(config, name)]
     if len(bits) > 1:
-        raise ConfigError("load_in_4bit and load_in_8bit say two things; remove one")
+        raise ConfigError("load_in_4bit and load_in_8bit cannot both be true; remove one")
     if bits and config.tuner_type != "lora":
         raise ConfigError(
             f"{bits[0]}: quantized weights are not trained themselves, and tuner_type is {config.tuner_type}. Write "

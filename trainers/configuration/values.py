@@ -110,7 +110,7 @@ def check_template(text: str, name: str = "chat_template") -> None:
         Environment(extensions=["jinja2.ext.loopcontrols", Generation], autoescape=False).parse(text)
     except (TemplateSyntaxError, RecursionError) as error:
         line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
-        raise ConfigError(f"{name} is no Jinja template{line}: {error or type(error).__name__}") from None
+        raise ConfigError(f"{name} is not a Jinja template{line}: {error or type(error).__name__}") from None
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -156,7 +156,7 @@ def _check_texts(config: Any) -> None:
     for one in fields(config):
         value = getattr(config, one.name)
         if isinstance(value, str) and "\0" in value:
-            raise ConfigError(f"{one.name} holds a character of code 0, as no text may")
+            raise ConfigError(f"{one.name} holds a character of code 0, which no text may hold")
     if not str(config.output_dir).strip():
         raise ConfigError("output_dir is empty. Name a folder.")
     for key in ("tokenizer", "ref_model", "teacher_model", "sft_model", "value_model", "prompt_template"):
@@ -249,9 +249,9 @@ def _check_columns(columns: Mapping[str, str]) -> None:
 def _check_env(env: Mapping[str, Any]) -> None:
     for name, value in env.items():
         if not VARIABLE.fullmatch(name):
-            raise ConfigError(f"env: {name!r} is no name of an environment variable (no '=', no space)")
+            raise ConfigError(f"env: {name!r} is not a name of an environment variable (no '=', no space)")
         if "\0" in str(value):
-            raise ConfigError(f"env: {name} holds a character of code 0, as no environment variable may")
+            raise ConfigError(f"env: {name} holds a character of code 0, which no environment variable may hold")
 
 
 def _shown(value: Any) -> str:

@@ -24,7 +24,7 @@ class PairConfig(TrainConfig):
 
     # Data
     max_length: int | None = 1024
-    """Tokens of prompt and completion; truncation_mode says how longer sequences are cut."""
+    """Tokens of prompt and completion; truncation_mode sets how longer sequences are cut."""
     truncation_mode: TruncationMode = "keep_start"
     """For a sequence that is too long: keep_start, keep_end, or drop (the whole pair)."""
     dataset_num_proc: int | None = None
@@ -34,6 +34,9 @@ class PairConfig(TrainConfig):
     through the model without padding, as with padding_free."""
 
     # Loss
+    nll_batch_size: int | None = None
+    """Pairs in a batch of the likelihood of the chosen completions: it is a mean over the tokens of each batch, then
+    over the pairs. null: over all tokens of the step."""
     beta: float = 0.1
     """Weight of the difference between the log-probabilities of the two completions."""
 
@@ -44,7 +47,9 @@ class PairConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 2, "max_length")
-        at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size")
+        at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size", "nll_batch_size")
+        if self.packing:
+            unread(self, "batch sizes count packs with packing", "nll_batch_size")
         if not self.beta > 0:
             raise ConfigError(f"beta must be positive, got {self.beta}")
 
@@ -76,7 +81,7 @@ class CPOConfig(PairConfig):
         super().__post_init__()
         at_least(self, 0, "cpo_alpha", "simpo_gamma")
         if not -10 <= self.alpha <= 10:
-            raise ConfigError(f"alpha must lie in [-10, 10], got {self.alpha}: beyond it rewards are no finite numbers")
+            raise ConfigError(f"alpha must lie in [-10, 10], got {self.alpha}: outside of it, rewards are not finite")
         if not 0 <= self.label_smoothing < 0.5:
             raise ConfigError(f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}")
         if self.loss_type in ("hinge", "ipo"):

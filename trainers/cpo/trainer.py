@@ -96,6 +96,7 @@ class CPOTrainer:
             for step in run.rounds(self):
                 with run.phase("data"):
                     pairs = dataclasses.replace(self.pairs[batches[step]], row_ids=batches[step])
+                    pairs = pairs.with_nll_batches(config.nll_batch_size)
                 with run.phase("update"):
                     metrics = self.policy.step(pairs, counts_of(pairs))
                 metrics.sum("num_tokens", pairs.num_tokens)
@@ -105,7 +106,9 @@ class CPOTrainer:
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics of all evaluation pairs, under training's names with ``eval_`` before them."""
         assert self.eval_pairs is not None
-        return self.policy.measure(self.eval_pairs, counts_of(self.eval_pairs)).values("eval_")
+        size = self.config.per_device_eval_batch_size if self.config.nll_batch_size else None
+        pairs = self.eval_pairs.with_nll_batches(size)
+        return self.policy.measure(pairs, counts_of(pairs)).values("eval_")
 
     def save(self, folder: Path) -> None:
         self.policy.save(folder)

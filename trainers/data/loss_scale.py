@@ -134,7 +134,9 @@ def parsed(text: str | None) -> LossScale | None:
                 f"loss_scale {name!r} is unknown.{nearest(name, known, DID_YOU_MEAN)} Known: {', '.join(known)}"
             )
     if base == "all" and names:
-        raise ValueError(f"loss_scale {text} learns every token, so that no answer begins. Write {'+'.join(names)}")
+        raise ValueError(
+            f"loss_scale {text} learns every token, so there is no first token of an answer. Write {'+'.join(names)}"
+        )
     return LossScale(base, tuple(names))
 
 

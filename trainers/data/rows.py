@@ -284,7 +284,7 @@ def tokenize_sft(
     if len(table) == 0:
         raise ValueError(
             f"none of {len(rows)} rows has a token to learn within max_length {max_length} ({truncation_mode}, "
-            f"assistant_only_loss={assistant_only_loss}). Raise max_length, or look at one row's tokens."
+            f"assistant_only_loss={assistant_only_loss}). Raise max_length, or print one row's tokens."
         )
     mask = _ragged(table, "target_mask", np.bool_)
     pictures: list[Pictures] | None = None
@@ -349,7 +349,7 @@ class _SFTEncoder:
         self, text: str, answers: Sequence[Answer], loss_scale: LossScale, is_text: bool = False
     ) -> tuple[list[int], list[float]]:
         if not getattr(self.tokenizer, "is_fast", False):
-            raise ValueError("answers are found only by a fast tokenizer, which knows where its tokens begin")
+            raise ValueError("answers are found only by a fast tokenizer, which gives the position of each token")
         encoded = self.tokenizer(text, add_special_tokens=is_text, return_offsets_mapping=True)
         return encoded["input_ids"], loss_scale.weights(text, answers, encoded["offset_mapping"])
 
@@ -412,7 +412,7 @@ def _chat_template(row: Mapping[str, Any], tokenizer: Any, assistant_only_loss: 
     except ValueError as error:
         raise ValueError(
             "assistant_only_loss needs a chat template that marks the assistant's words with {% generation %} ... "
-            "{% endgeneration %}; this tokenizer's has no marks, and TRL knows no marked copy of it. Add the marks, or "
+            "{% endgeneration %}; this tokenizer's has no marks, and TRL has no marked copy of it. Add the marks, or "
             "turn assistant_only_loss off."
         ) from error
 
@@ -446,7 +446,7 @@ def tokenize_prompts(
             if truncation == "error":
                 raise ValueError(
                     f"the prompt of row {index} has {len(ids)} tokens, max_prompt_length is {max_prompt_length}. "
-                    f"Raise it, or truncate, or take long prompts out."
+                    "Raise it, or truncate, or remove long prompts."
                 )
             kept = ids[len(ids) - max_prompt_length :]
             if images is not None:
@@ -488,7 +488,7 @@ def _prompt_ids(
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     if not prompt:
-        raise ValueError("a prompt is a conversation without messages: take the row out")
+        raise ValueError("a prompt is a conversation without messages: remove the row")
     continued = prompt[-1]["role"] == "assistant"
     options = options | _template_options(row) | {"continue_final_message": continued, "return_dict": False}
     return list(tokenizer.apply_chat_template(_messages(prompt), add_generation_prompt=not continued, **options))

@@ -298,7 +298,7 @@ def check_constants(file: Path) -> None:
     with file.open("rb") as lines:
         found = any(_holds_constant(line) for line in lines)
     if found or (file.suffix == ".json" and _holds_constant(file.read_bytes())):  # an object over many lines
-        raise ValueError("it holds NaN or Infinity, which are no values of JSON. Write null")
+        raise ValueError("it holds NaN or Infinity, which are not JSON values. Write null")
 
 
 def _holds_constant(text: bytes) -> bool:
@@ -318,7 +318,7 @@ class _ConstantError(ValueError):
 
 
 def _refused(constant: str) -> Any:
-    raise _ConstantError(f"it holds {constant}, which is no value of JSON (write null)")
+    raise _ConstantError(f"it holds {constant}, which is not a JSON value (write null)")
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -404,8 +404,8 @@ def _read_hub(name: str, split: str) -> Dataset:
         return datasets.load_dataset(path, configuration or None, split=split)
     except Exception as error:
         raise ValueError(
-            f"dataset {name!r} is no file, folder or registered dataset (registered: {', '.join(DATASETS) or 'none'}), "
-            f"and the hub gives none: {type(error).__name__}: {error}."
+            f"dataset {name!r} is not a file, a folder or a registered dataset (registered: "
+            f"{', '.join(DATASETS) or 'none'}), and the hub has none: {type(error).__name__}: {error}."
             f"{nearest(name, DATASETS, DID_YOU_MEAN)} {_beside(Path(name))}"
         ) from error
 

@@ -110,8 +110,8 @@ def tokenize_unpaired(
         and set(PICTURES) & set(rows.column_names)
     ):
         raise ValueError(
-            "rows with chosen and rejected become two rows each, and pictures are not shared out yet. Write rows with "
-            "prompt, completion and label."
+            "rows with chosen and rejected become two rows each, and pictures are not divided between them yet. "
+            "Write rows with prompt, completion and label."
         )
     rows = unpaired(rows)
     names = ("prompt_ids", "completion_ids")

@@ -144,6 +144,7 @@ class DPOTrainer:
             for step in run.rounds(self, self.state):
                 with run.phase("data"):
                     pairs = dataclasses.replace(self.pairs[batches[step]], row_ids=batches[step])
+                    pairs = pairs.with_nll_batches(config.nll_batch_size)
                 with run.phase("logps"):
                     pairs = self.with_reference(pairs, config.per_device_train_batch_size)
                 if config.bco_shift:
@@ -189,7 +190,9 @@ class DPOTrainer:
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics of all evaluation pairs, under training's names with ``eval_`` before them."""
         assert self.eval_pairs is not None
-        pairs = self.with_reference(self.eval_pairs, self.config.per_device_eval_batch_size)
+        size = self.config.per_device_eval_batch_size
+        pairs = self.with_reference(self.eval_pairs, size)
+        pairs = pairs.with_nll_batches(size if self.config.nll_batch_size else None)
         counts = counts_of(pairs, self.rewards.mean)
         return with_chosen_accuracy(self.policy.measure(pairs, counts)).values("eval_")
 

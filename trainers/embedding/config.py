@@ -70,7 +70,7 @@ class EmbeddingConfig(TrainConfig):
     """A token to add after each text of the chat template. The embedding is the hidden state at this token. null:
     none."""
     max_length: int | None = 1024
-    """Tokens of each text; truncation_mode says how longer ones are cut."""
+    """Tokens of each text; truncation_mode sets how longer texts are cut."""
     truncation_mode: Literal["drop", "keep_start"] = "drop"
     """drop: leave out rows with a longer text. keep_start: keep the start of the text, and the special tokens at its
     end."""
@@ -88,7 +88,7 @@ class EmbeddingConfig(TrainConfig):
             raise ConfigError(f"infonce_temperature must be above 0, got {self.infonce_temperature}")
         if self.backend == "megatron" and self.has_adapter:
             raise ConfigError(
-                "backend: megatron trains embedding models whole, and no adapter of them. Write tuner_type: full, or "
+                "backend: megatron trains all weights of embedding models, and no adapter. Write tuner_type: full, or "
                 "backend: fsdp"
             )
         if self.loss_type != "infonce":

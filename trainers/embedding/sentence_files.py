@@ -57,8 +57,8 @@ def sentence_files(model: str) -> SentenceFiles:
             normalizes = True
         elif kind != "Transformer":
             raise ConfigError(
-                f"model: {MODULES} of {model!r} has a part {kind}, which is not trained here. A transformer, pooling "
-                "and a normalization are"
+                f"model: {MODULES} of {model!r} has a part {kind}, which is not supported. A transformer, pooling "
+                "and a normalization are supported"
             )
     return SentenceFiles(pooling, normalizes, tuple(str(module.get("path", "")) for module in modules))
 
@@ -94,8 +94,8 @@ def _pooling(model: str, name: str) -> Pooling:
     said = [str(config["pooling_mode"])] if not said and "pooling_mode" in config else said
     if len(said) != 1 or said[0] not in MODES:
         raise ConfigError(
-            f"model: {name} of {model!r} asks for pooling by {', '.join(said) or 'nothing'}. Last token, mean and cls "
-            "are built; write pooling to choose one"
+            f"model: {name} of {model!r} has pooling by {', '.join(said) or 'nothing'}. Last token, mean and cls are "
+            "supported; write pooling to choose one"
         )
     return MODES[said[0]]
 

@@ -56,6 +56,6 @@ def plain_text(messages: list[dict[str, Any]]) -> str:
     if len(turns) != 1 or len(system) > 1 or not all(isinstance(text, str) for text in (*system, *turns)):
         raise ValueError(
             "use_chat_template: false reads the text of one turn, perhaps with a system message, and this row has "
-            f"{', '.join(message['role'] for message in messages)}. Set use_chat_template: true, or take them out."
+            f"{', '.join(message['role'] for message in messages)}. Set use_chat_template: true, or remove them."
         )
     return " ".join([*system, *turns])

@@ -27,7 +27,7 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.batch import Ragged
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, sequences_per_step, total_steps
-from trainers.data.images.processor import is_speaking
+from trainers.data.images.processor import is_one_piece, is_speaking
 from trainers.data.packs import batches_of
 from trainers.data.texts.groups import Groups, read_groups
 from trainers.embedding.config import EmbeddingConfig, Pooling
@@ -45,7 +45,7 @@ from trainers.run.run import Run, saved_order
 
 HEADLINE = ("loss", "margin", "learning_rate")
 ROWS_OF_POOL = "rows of a pool"
-NO_VIDEOS = "embedding models see pictures and no videos. Take rows without videos"
+NO_VIDEOS = "embedding models read pictures, but not videos. Use rows without videos"
 
 
 @RayHelper.worker(group="train")
@@ -197,12 +197,12 @@ def with_hard_negatives(rows: Groups, count: int | None, seed: tuple[int, ...]) 
 
 
 def end_id_of(config: EmbeddingConfig, tokenizer: Any) -> int | None:
-    """The id of ``end_token``. Raises ConfigError for what is no token of the model."""
+    """The id of ``end_token``. Raises ConfigError for what is not a token of the model."""
     if config.end_token is None:
         return None
     found = token_id(tokenizer, config.end_token)
     if found is None:
-        raise ConfigError(f"end_token: {config.end_token!r} is no token of the model. Write one, or remove it")
+        raise ConfigError(f"end_token: {config.end_token!r} is not a token of the model. Write one, or remove it")
     return found
 
 
@@ -228,15 +228,15 @@ def check_embedding(config: EmbeddingConfig, found: Any) -> None:
             f"sequence_parallel_size is {config.sequence_parallel_size}, but workers share only rows of decoders with "
             f"pooling last, and pooling is {pooling}. Remove it."
         )
-    if is_speaking(found):
+    if is_speaking(found) or is_one_piece(found):
         raise ConfigError(
-            f"model: {config.model!r} ({found.model_type}) also hears and speaks, and has no embeddings of texts here. "
-            "Take another vision model."
+            f"model: {config.model!r} ({found.model_type}) has no embeddings of texts here: transformers has no class "
+            "of the model without its head. Take another vision model."
         )
     if config.backend == "megatron" and pooling != "last":
-        raise ConfigError(f"backend: megatron has pooling last alone, and pooling is {pooling}. Write backend: fsdp.")
+        raise ConfigError(f"backend: megatron has only pooling last, and pooling is {pooling}. Write backend: fsdp.")
     if config.padding_free and is_encoder(found):
         raise ConfigError(
-            f"padding_free is true, but {config.model!r} ({found.model_type}) sees tokens to the right, and would mix "
+            f"padding_free is true, but {config.model!r} ({found.model_type}) attends to later tokens, and would mix "
             "the texts of a row. Write padding_free: false."
         )

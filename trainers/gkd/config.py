@@ -30,7 +30,7 @@ class GKDConfig(CompletionConfig):
     """Further arguments of the teacher's AutoModelForCausalLM.from_pretrained."""
     teacher_engine: Literal["hf", "vllm"] = "hf"
     """The engine of the teacher_model. hf: transformers, as for the student. vllm: vLLM, which is installed separately.
-    It gives only the top ``gkd_logits_topk`` tokens."""
+    It returns only the top ``gkd_logits_topk`` tokens."""
     teacher_engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Fields of vLLM's EngineArgs for ``teacher_engine: vllm``, such as {max_model_len: 8192}. tensor_parallel_size is
     the number of teacher workers that hold one model together."""
@@ -134,10 +134,10 @@ def check_gkd(config: GKDConfig) -> None:
     _check_unused(config)
     check_episodes(config, config.max_turns, "environment")
     if config.has_environment and not config.lmbda:
-        raise ConfigError("environment answers the student's completions, but lmbda=0 asks for none. Raise it.")
+        raise ConfigError("environment answers the student's completions, but with lmbda=0 there are none. Raise it.")
     if config.drop_long_prompts and config.uses_responses:
         raise ConfigError(
-            f"drop_long_prompts only drops prompts, and lmbda={config.lmbda} learns from the dataset's responses too. "
+            f"drop_long_prompts only drops prompts, and lmbda={config.lmbda} also learns from the dataset's responses. "
             "Remove it (of ms-swift's names: truncation_strategy: left), or write lmbda: 1 or seq_kd."
         )
     _check_teacher_engine(config)
@@ -150,12 +150,13 @@ def _check_teacher_engine(config: GKDConfig) -> None:
             raise ConfigError("teacher_engine_kwargs is for teacher_engine: vllm; set that, or remove it")
         return
     if config.teacher_model is None:
-        raise ConfigError("teacher_engine: vllm is for a teacher_model, and there is none: remove it, or set that")
+        raise ConfigError(
+            "teacher_engine: vllm is for a teacher_model, and there is none: remove it, or set teacher_model"
+        )
     if config.gkd_logits_topk is None:
         raise ConfigError(
             "teacher_engine: vllm gives the teacher's most probable tokens, not the whole vocabulary: set "
-            "gkd_logits_topk "
-            "(64, say), or teacher_engine: hf"
+            "gkd_logits_topk (such as 64), or teacher_engine: hf"
         )
     if config.teacher_model_init_kwargs:
         raise ConfigError("teacher_model_init_kwargs is for teacher_engine: hf; vLLM takes teacher_engine_kwargs")
@@ -186,9 +187,11 @@ def _check_teacher_length(config: GKDConfig, length: int) -> None:
 
 def _check_unused(config: GKDConfig) -> None:
     if config.max_staleness and not config.lmbda:
-        raise ConfigError("max_staleness is of the student's completions, but lmbda=0 asks for none. Raise it.")
+        raise ConfigError(
+            "max_staleness applies to the student's completions, but with lmbda=0 there are none. Raise it."
+        )
     if config.seq_kd and config.lmbda == 1:
-        raise ConfigError("seq_kd is set, but lmbda=1 takes the student's completions on every step. Lower lmbda.")
+        raise ConfigError("seq_kd is set, but lmbda=1 uses the student's completions on every step. Lower lmbda.")
     if config.seq_kd and config.teacher_model is None:
         raise ConfigError("seq_kd lets the teacher complete prompts; set teacher_model")
     if config.sft_alpha and not config.uses_responses:

@@ -193,7 +193,7 @@ def _cut(prompts: list[Any], responses: Ragged, max_length: int, images: ImageRe
     if len(full):
         raise ValueError(
             f"the response of row {full[0]} has {responses.lengths[full[0]]} tokens, which leaves no token of the "
-            f"prompt within max_length={max_length}. Raise max_length, or take the row out."
+            f"prompt within max_length={max_length}. Raise max_length, or remove the row."
         )
     too_long = sum(len(prompt) > kept for prompt, kept in zip(prompts, room, strict=True))
     if too_long:

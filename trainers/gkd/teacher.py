@@ -28,6 +28,7 @@ from trainers.parts.models import resolve_dtype
 from trainers.parts.policy import Model
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.rollout.base import Engine
+from trainers.rollout.choice import vllm_share
 
 # Scores of a prompt are whole rows of the vocabulary, which vLLM does not count among the memory that it needs: this
 # many tokens of 150 000 entries are 1.2 GB a copy
@@ -70,7 +71,7 @@ class GKDTeacher(Teacher):
             shard = student.shard
             RayHelper.shard(shard.index, shard.count, leader=shard.leader)
             return student.built
-        assert tokenizer is not None, "a teacher of its own reads the student's tokens"
+        assert tokenizer is not None, "a separate teacher reads the student's tokens"
         reader = load_tokenizer(config, tokenizer)
         if config.teacher_engine == "vllm":
             hosted = VllmTeacher(config, model, reader, shares_devices=shares_devices())
@@ -130,7 +131,7 @@ def teacher_settings(config: GKDConfig, *, shares_devices: bool) -> dict[str, An
     """Fields of vLLM's EngineArgs."""
     assert config.gkd_logits_topk is not None, "checked by the configuration"
     settings: dict[str, Any] = {
-        "gpu_memory_utilization": 0.4 if shares_devices else 0.9,
+        "gpu_memory_utilization": vllm_share(shares_devices=shares_devices),
         "max_logprobs": config.gkd_logits_topk,
         "enable_prefix_caching": config.seq_kd,  # of what is scored nothing is ever taken from a cache
     }
@@ -174,7 +175,7 @@ def check_vllm_teacher(config: GKDConfig, groups: DeviceGroups | None) -> None:
 def _check_tensor_parallel_size(size: Any, groups: DeviceGroups | None) -> None:
     told = f"teacher_engine_kwargs: tensor_parallel_size={size}"
     if type(size) is not int or size < 1:
-        raise ConfigError(f"{told} is no number of workers")
+        raise ConfigError(f"{told} is not a number of workers")
     others = [] if groups is None else [groups.group_of("train"), groups.group_of("rollout")]
     if size > 1 and (groups is None or groups.group_of("teacher") in others):
         raise ConfigError(f"{told}: workers with other roles have a slice each. Give role teacher its own group.")

@@ -99,8 +99,7 @@ def check_unset(config: Any, name: str, unread_with: str, hint: str, key: str) -
     default = next(one.default for one in fields(config) if one.name == name)
     if getattr(config, name) != default:
         raise ConfigError(
-            f"{name} is {getattr(config, name)}, which nothing looks at with {unread_with}{hint}. Remove it, or set "
-            f"{key}."
+            f"{name} is {getattr(config, name)}, which has no effect with {unread_with}{hint}. Remove it, or set {key}."
         )
 
 
@@ -138,12 +137,14 @@ def check_plugged(config: Any) -> None:
             )
         for argument in arguments:
             if hasattr(config, argument):
-                raise ConfigError(f"{key}: {argument} is a key of the configuration. Write it beside {key}, not in it.")
+                raise ConfigError(
+                    f"{key}: {argument} is a key of the configuration. Write it as a separate key, not in {key}."
+                )
         try:
             inspect.signature(function).bind(None, **constants(function, config, arguments))
         except TypeError as error:
             raise ConfigError(
-                f"{key}: {name} cannot be called with {arguments or 'no arguments'}: {error}. What it takes are its "
+                f"{key}: {name} cannot be called with {arguments or 'no arguments'}: {error}. Its arguments are its "
                 f"keyword-only parameters ({', '.join(parameters(function)) or 'none'}), filled from keys of the "
                 f"configuration or from {{name: {name}, argument: value}}."
             ) from None

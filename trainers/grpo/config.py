@@ -25,6 +25,7 @@ class GRPOConfig(CompletionConfig):
     """GRPO's keys beside the shared ones."""
 
     RLHF_TYPE: ClassVar = "grpo"
+    SEES_EPISODES: ClassVar = True  # pictures may stand in episodes with an environment
     ROLES: ClassVar = {
         "train": TRAIN,
         "rollout": ROLLOUT,
@@ -179,13 +180,14 @@ class GRPOConfig(CompletionConfig):
     fipo_clip_high_only: bool = True
     """fipo's weight is clipped to the range from 1 to 1 + fipo_clip_range instead."""
     fipo_safety_threshold: float | None = 4.0
-    """For negative advantages with a ratio above this, fipo's weight is clipped to 0.8 and 1. null: no threshold."""
+    """For negative advantages with a ratio above this value, fipo's weight is clipped to 0.8 and 1. null: no
+    threshold."""
     clip_cov_ratio: float = 2e-4
     """Share of a step's tokens whose gradient clip_cov removes. It is at least one token."""
     clip_cov_lb: float = 1.0
-    """clip_cov draws from tokens with a covariance of advantage and log-probability above this."""
+    """clip_cov draws from tokens with a covariance of advantage and log-probability above this value."""
     clip_cov_ub: float = 5.0
-    """clip_cov draws from tokens with a covariance below this."""
+    """clip_cov draws from tokens with a covariance below this value."""
     kl_cov_ratio: float = 2e-4
     """Share of a step's tokens that kl_cov keeps near the old policy. They have the highest covariance."""
     kl_cov_coef: float = 1.0
@@ -379,7 +381,7 @@ def check_rejection(config: GRPOConfig) -> None:
     if kind.endswith("_k1") and (1 / high if low is None else low) > high:
         raise ConfigError(
             f"rollout_rejection_max={high} leaves nothing above rollout_rejection_min="
-            f"{'1 / rollout_rejection_max' if low is None else low}: ratios of an engine that is right are 1"
+            f"{'1 / rollout_rejection_max' if low is None else low}: a correct engine has ratios of 1"
         )
 
 
@@ -404,7 +406,9 @@ def check_rewards(config: GRPOConfig) -> None:
 def check_sampling(config: GRPOConfig) -> None:
     """Raises ConfigError for sizes and ways of drawing completions."""
     if config.generation_batch_size is not None and config.steps_per_generation is not None:
-        raise ConfigError("generation_batch_size and steps_per_generation say the same thing; set one of them")
+        raise ConfigError(
+            "generation_batch_size and steps_per_generation both set the size of a generation; set one of them"
+        )
     if not 0 < config.temperature < math.inf:
         raise ConfigError(f"temperature must be positive to explore, got {config.temperature}; see eval_temperature")
     at_least(config, 0, "eval_temperature", "max_staleness")
@@ -460,11 +464,13 @@ def check_advantages(config: GRPOConfig) -> None:
     if config.kl_in_reward and not config.beta:
         raise ConfigError("kl_in_reward is set, but beta, which weighs the KL, is 0. Set beta, or remove kl_in_reward.")
     if config.has_kl_in_reward and config.multi_objective_aggregation == "normalize_then_sum":
-        raise ConfigError("kl_in_reward needs one sum of rewards to be subtracted from: not with normalize_then_sum")
+        raise ConfigError("kl_in_reward subtracts from one sum of rewards, which normalize_then_sum does not compute")
     if config.has_kl_in_reward and not config.use_bias_correction_kl:
-        raise ConfigError("use_bias_correction_kl is of the KL in the loss, and here it is in the reward. Remove it.")
+        raise ConfigError(
+            "use_bias_correction_kl applies to the KL in the loss, but here the KL is in the reward. Remove it."
+        )
     if config.kl_clip_max is not None and config.has_kl_in_reward:
-        raise ConfigError("kl_clip_max is of the KL in the loss, and here it is in the reward. Remove it.")
+        raise ConfigError("kl_clip_max applies to the KL in the loss, but here the KL is in the reward. Remove it.")
     if config.kl_clip_max is not None and config.kl_clip_max <= 0:
         raise ConfigError(f"kl_clip_max must be positive, got {config.kl_clip_max}")
     if name == "reinforce_plus_plus_token" and config.beta and not config.has_kl_in_reward:
@@ -513,7 +519,8 @@ def check_loss(config: GRPOConfig) -> None:
     if config.loss_name != "cispo" and config.epsilon_high is not None and config.epsilon_high < config.epsilon:
         raise ConfigError(
             f"epsilon_high={config.epsilon_high} is below epsilon={config.epsilon}: ratios are clipped to "
-            "[1 - epsilon, 1 + epsilon_high], and clip-higher wants more room above. Raise it, or lower epsilon."
+            "[1 - epsilon, 1 + epsilon_high], and clip-higher needs the larger range above 1. Raise it, or lower "
+            "epsilon."
         )
     if config.loss_name == "real":
         check_real(config)
@@ -541,7 +548,7 @@ def check_loss(config: GRPOConfig) -> None:
     meant = {"luspo": "sequence", "vespo": "token"}.get(config.loss_name, config.importance_sampling_level)
     if config.importance_sampling_level != meant:
         logger.warning(
-            "loss_type=%s is meant with importance_sampling_level=%s, not %s",
+            "loss_type=%s is designed for importance_sampling_level=%s, not %s",
             config.loss_name,
             meant,
             config.importance_sampling_level,
@@ -575,7 +582,7 @@ def check_turns(config: GRPOConfig) -> None:
     if config.tool_call_parser != "auto" and not config.tools:
         raise ConfigError("tool_call_parser reads calls of tools, but there are no tools. Set tools, or remove it.")
     if config.max_turns is not None and config.max_tool_calling_iterations is not None:
-        raise ConfigError("max_turns and max_tool_calling_iterations say the same thing; set one of them")
+        raise ConfigError("max_turns and max_tool_calling_iterations both limit the turns; set one of them")
     if not config.environment_reward and not config.has_environment:
         raise ConfigError("environment_reward: false is for an environment, and there is none. Remove it.")
     check_episodes(config, config.turn_limit, "environment (or tools)")

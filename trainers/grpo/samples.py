@@ -205,5 +205,5 @@ def num_loss_tokens(samples: Samples) -> np.ndarray:
 
 
 def asked(column: Ragged | None) -> Ragged:
-    assert column is not None, "the models are asked first: with_logps"
+    assert column is not None, "the models score the samples first: with_logps"
     return column

@@ -67,7 +67,6 @@ from trainers.parts.policy import Policy
 from trainers.parts.rewarder import Rewarder, check_rewards
 from trainers.parts.tokenizer import tokenizer_there
 from trainers.rollout.hf.settings import check_stop_tokens
-from trainers.rollout.schedulers import is_scheduler
 from trainers.rollout.tools import resolve_tools, schemas
 from trainers.run.run import Run, saved_order
 
@@ -138,8 +137,7 @@ class GRPOTrainer:
         for key, model in beside.items():
             check_same_tokens(key, model, self.tokenizer, config.trust_remote_code, policy=self.model_path)
         beside |= {f"reward_model {name}": self.models[name] for name in config.reward_model}
-        sees = config.environment is None or not is_scheduler(config.environment)
-        self.images = image_reader(config, self.model_path, self.tokenizer, beside, sees_episodes=sees)
+        self.images = image_reader(config, self.model_path, self.tokenizer, beside)
         if config.tools:
             environment_of(config, self.tokenizer)
         self.rewarder.prepare(self.tokenizer, self.images)
@@ -171,7 +169,7 @@ class GRPOTrainer:
             return without_long(self.config, rows, self.tokenizer, self.images)
         if is_text or "tools" in rows.column_names:
             raise ConfigError(
-                "tools are shown by the chat template: prompts must be conversations, without own 'tools'"
+                "the chat template writes the tools: prompts must be conversations without their own 'tools'"
             )
         shown = json.dumps(schemas(resolve_tools(self.config.tools)))
         return without_long(self.config, rows.add_column("tools", [shown] * len(rows)), self.tokenizer, self.images)
@@ -259,7 +257,7 @@ class GRPOTrainer:
         return explored, metrics
 
     def redrawn(self, plan: GenerationPlan, run: Run) -> tuple[Rewarded, Metrics]:
-        """The completions of the next rows, and of as many further ones as there are prompts rewarded alike."""
+        """The completions of the next rows, and of as many further ones as there are prompts with equal rewards."""
         config, generation = self.config, plan.generation(run.step)
         drawn = self.stream.take(plan.num_prompts)
         explored = self.finished(self.started(drawn, run, generation), run)

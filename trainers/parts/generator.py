@@ -369,7 +369,7 @@ class Generator:
     def built(self) -> Engine:
         """The engine of this worker. Raises EngineLostError if there is none."""
         if self.engine is None:
-            raise EngineLostError("this worker has no engine: it took the place of one that died")
+            raise EngineLostError("this worker has no engine: it replaced a worker that died")
         return self.engine
 
     @RayHelper.function(group="rollout", collect=first_of)

@@ -60,19 +60,18 @@ def image_reader(
     tokenizer: Any,
     beside: Mapping[str, str] | None = None,
     *,
-    sees_episodes: bool = False,
     no_videos: str | None = None,
 ) -> ImageReader | None:
     """What reads the pictures of rows for a model that sees some; None for others, and where others read texts alone.
 
     ``config``: of training or of sampling. ``beside``: the other models of the run by the keys that name them; all
-    must see pictures too. ``sees_episodes``: pictures may stand in episodes with an environment. ``no_videos``: why the
-    trainer shows no videos, and what to do. The chat template is the processor's, unless the configuration gives one.
+    must see pictures too. ``no_videos``: why the trainer shows no videos, and what to do. The chat template is the
+    processor's, unless the configuration gives one.
 
     Raises:
         ConfigError: the model's processor cannot be loaded, or a model that is given its tokens has another one.
     """
-    is_blind = getattr(config, "has_environment", False) and not sees_episodes
+    is_blind = getattr(config, "has_environment", False) and not getattr(config, "SEES_EPISODES", False)
     if is_blind:
         return None
     named = dict(beside or {})
@@ -102,15 +101,15 @@ def videos_mistake(config: Any, model: str, beside: Mapping[str, str]) -> str | 
     ``beside``: as of ``image_reader``.
     """
     if not hasattr(config, "video_processor_kwargs"):
-        return "sampling shows no videos to a model. Take rows without videos"
+        return "sampling passes no videos to a model. Use rows without videos"
     for key in ("rollout_engine", "teacher_engine"):
         if getattr(config, key, "hf") == "vllm":
             if key == "rollout_engine":  # auto takes it too, before rows are read
-                told = "vllm, written or taken by auto, shows no videos to a model"
-                return f"{key}: {told}. auto does not look at the rows. Write {key}: hf"
-            return f"{key}: vllm shows no videos to a model. Write {key}: hf"
+                told = "vllm, written or chosen by auto, passes no videos to a model"
+                return f"{key}: {told}. auto does not read the rows. Write {key}: hf"
+            return f"{key}: vllm passes no videos to a model. Write {key}: hf"
     if getattr(config, "has_environment", False):
-        return "environments and tools show no videos to a model. Remove them, or take rows without videos"
+        return "environments and tools pass no videos to a model. Remove them, or use rows without videos"
     trusted = config.trust_remote_code
     for name in dict.fromkeys((model, *beside.values())):
         if mistake := video_refusal(name, trust_remote_code=trusted):
@@ -120,7 +119,7 @@ def videos_mistake(config: Any, model: str, beside: Mapping[str, str]) -> str | 
             continue
         own, theirs = (load_processor(one, trust_remote_code=trusted, videos={}) for one in (model, name))
         if own.video_processor.to_dict() != theirs.video_processor.to_dict():
-            return f"{key}: its processor makes other tokens of videos than that of the policy. Take the same processor"
+            return f"{key}: its processor makes other tokens of videos than the policy's. Use the same processor"
     return None
 
 
@@ -135,7 +134,7 @@ def check_same_pixels(
     if own.image_processor.to_dict() != theirs.image_processor.to_dict():
         raise ConfigError(
             f"{key}: the processor of {model!r} gives pictures other tokens than the processor of {policy!r}. But it "
-            "would get the token ids of the policy. Take a model with the same processor."
+            "would get the token ids of the policy. Use a model with the same processor."
         )
 
 
@@ -190,7 +189,7 @@ def check_chat_template(tokenizer: Any) -> None:
     if by_template and not tokenizer.chat_template:
         raise ConfigError(
             "chat_template: the prompts are conversations, and the tokenizer has no chat template. Write "
-            "chat_template: FILE, with a Jinja template. Or take an instruct model, or prompts that are text."
+            "chat_template: FILE, with a Jinja template. Or use an instruct model, or prompts that are text."
         )
 
 

@@ -36,7 +36,7 @@ checkpoint (resume_from_checkpoint: auto), or let it continue by itself (resume_
 
 
 class ModelLostError(WorkerDiedError):
-    """A worker has no model: it took the place of one that died."""
+    """A worker has no model: it replaced a worker that died."""
 
 
 def token_logps(

@@ -52,7 +52,7 @@ class StaleWeightsError(RuntimeError):
 
 
 class EngineLostError(RuntimeError):
-    """A worker has no engine, or not the policy beside it: it took the place of one that died."""
+    """A worker has no engine, or not the policy beside it: it replaced a worker that died."""
 
 
 def send(config: CompletionConfig, backend: Backend, channel: Channel, version: int) -> Receipt | None:
@@ -117,7 +117,9 @@ def arrivals(engine: Any, channel: Channel | None, interval: int | None) -> dict
         try:
             receive(engine, channel)
         except ChannelError as error:
-            raise EngineLostError(f"new weights did not arrive whole in the middle of a generation: {error}") from error
+            raise EngineLostError(
+                f"new weights did not arrive completely in the middle of a generation: {error}"
+            ) from error
 
     return {"between": take, "interval": interval}
 

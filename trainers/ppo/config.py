@@ -134,7 +134,7 @@ def check_ppo(config: PPOConfig) -> None:
         raise ConfigError("there is nothing to learn from: give reward_funcs, such as exact_answer, or a reward_model")
     if config.vllm_clip_completions:
         raise ConfigError(
-            "vllm_clip_completions: PPO takes a completion shorter than max_completion_length for one that ended. "
+            "vllm_clip_completions: PPO treats a completion shorter than max_completion_length as finished. "
             "Remove it, and lower max_prompt_length or max_completion_length."
         )
     check_reward_functions(config)
@@ -182,6 +182,6 @@ def check_ppo(config: PPOConfig) -> None:
         )
     if not config.cliprange_value > 0:
         raise ConfigError(
-            f"cliprange_value must be positive, got {config.cliprange_value}: or the critic stays as it is"
+            f"cliprange_value must be positive, got {config.cliprange_value}: with 0 the critic does not learn"
         )
     at_least(config, 1, "num_ppo_epochs", "num_mini_batches")

@@ -74,7 +74,7 @@ def _state(run: Recorded, *, with_name: bool) -> str:
     trainer, model = run.origin.get("trainer"), run.settings.get("model")
     what = " ".join(filter(None, [str(trainer or ""), "on" if trainer and model else "", str(model or "")]))
     of_all = f" of {run.num_steps:,}" if run.num_steps else ""
-    how = run.ended or ("no end is recorded: it runs, or was killed" if run.origin else "")
+    how = run.ended or ("no end is recorded: the run continues, or was killed" if run.origin else "")
     parts = [what, f"step {run.last_step:,}{of_all}", how]
     told = "; ".join(part for part in parts if part)
     return f"{run.name}: {told}." if with_name else f"{told[:1].upper()}{told[1:]}."

@@ -61,13 +61,13 @@ class PairEncoder:
     def pair(self, query: Any, document: Any, has_system: bool) -> list[int]:
         """Both texts as the tokenizer joins them."""
         if has_system or not isinstance(query, str) or not isinstance(document, str):
-            raise ValueError("use_chat_template: false reads only texts. Take out the system message and pictures")
+            raise ValueError("use_chat_template: false reads only texts. Remove the system message and pictures")
         return list(self.tokenizer(query, document)["input_ids"])
 
     def question(self, system: list[dict[str, Any]], query: Any, document: Any) -> list[dict[str, Any]]:
         """Qwen3-Reranker's question."""
         if not isinstance(query, str) or not isinstance(document, str):
-            raise ValueError("a query and a document of a question are texts, with <image> where a picture stands")
+            raise ValueError("a query and a document must be texts, with <image> in the place of each picture")
         template, default = (QUESTION, INSTRUCTION)
         if self.images is not None:
             template, default = (QUESTION_SEEING, INSTRUCTION_SEEING)
@@ -80,6 +80,6 @@ def _only_turn(text: Conversation) -> Any:
     turns = [message["content"] for message in text.messages if message["role"] != "system"]
     if len(turns) != 1:
         raise ValueError(
-            f"a query and a document have one turn each, beside a system message; this one has {len(turns)}"
+            f"a query and a document have one turn each, in addition to a system message; this one has {len(turns)}"
         )
     return turns[0]

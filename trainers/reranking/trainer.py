@@ -40,7 +40,7 @@ from trainers.reranking.texts import PairEncoder
 from trainers.run.run import Run, saved_order
 
 HEADLINE = ("loss", "accuracy", "mrr")
-NO_VIDEOS = "rerankers see pictures and no videos. Take rows without videos"
+NO_VIDEOS = "rerankers read pictures, but not videos. Use rows without videos"
 
 
 @RayHelper.worker(group="train")
@@ -194,7 +194,7 @@ def answer_ids(config: RerankingConfig, tokenizer: Any) -> tuple[int, int]:
     for name in ("generative_reranker_positive_token", "generative_reranker_negative_token"):
         found = token_id(tokenizer, getattr(config, name))
         if found is None:
-            raise ConfigError(f"{name}: {getattr(config, name)!r} is no token of the model. Write one")
+            raise ConfigError(f"{name}: {getattr(config, name)!r} is not a token of the model. Write one")
         ids.append(found)
     return ids[0], ids[1]
 
@@ -206,8 +206,8 @@ def check_reranker(config: RerankingConfig, found: Any) -> None:
     is_classifier = any(name.endswith("ForSequenceClassification") for name in names)
     if has_code and not config.is_generative and not is_classifier:
         raise ConfigError(
-            f"model: {config.model!r} ({', '.join(names)}) has its own reranker code, which is not trained here. Take "
-            "a language model, or a reranker of transformers."
+            f"model: {config.model!r} ({', '.join(names)}) has its own reranker code, which RayHelper does not "
+            "train. Use a language model, or a reranker of transformers."
         )
     if config.is_generative and is_encoder(found):
         raise ConfigError(f"model: {config.model!r} writes no answer. Write task_type: reranker")
@@ -217,11 +217,11 @@ def check_reranker(config: RerankingConfig, found: Any) -> None:
         return
     for name, value in changed(config, ("padding_free", "packing", "sequence_parallel_size")):
         raise ConfigError(
-            f"{name} is {value}, but {config.model!r} ({found.model_type}) sees tokens to the right over whole rows. "
+            f"{name} is {value}, but {config.model!r} ({found.model_type}) attends to later tokens over whole rows. "
             "Remove it."
         )
     if getattr(found, "type_vocab_size", 0) > 1:
         raise ConfigError(
-            f"model: {config.model!r} ({found.model_type}) distinguishes query and document by token types, which are "
-            "not given here. Take an encoder without them, such as ModernBERT or XLM-RoBERTa."
+            f"model: {config.model!r} ({found.model_type}) needs token types for query and document, which RayHelper "
+            "does not pass. Use an encoder without them, such as ModernBERT or XLM-RoBERTa."
         )

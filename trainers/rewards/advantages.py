@@ -75,7 +75,9 @@ def group_advantages(
         advantages_B = deviations_B if scale == "none" else deviations_B / (std + STD_FLOOR)
     elif multi_objective_aggregation == "normalize_then_sum":
         if penalties_B is not None:
-            raise ValueError("penalties_B need a sum of rewards to be subtracted from: not with normalize_then_sum")
+            raise ValueError(
+                "penalties_B are subtracted from one sum of rewards, which normalize_then_sum does not compute"
+            )
         rewards_PGK = rewards_BK.reshape(-1, num_generations, rewards_BK.shape[1])
         scores_PGK = (rewards_PGK - known_mean(rewards_PGK, axis=1)) / (known_std(rewards_PGK, axis=1) + STD_FLOOR)
         scores_B = weighted_sum(scores_PGK.reshape(rewards_BK.shape), weights, unscored_B)

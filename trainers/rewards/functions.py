@@ -141,11 +141,11 @@ def _check_parameters(
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ValueError(
-                f"reward function {name!r} takes {parameter.name!r} by its place only, but columns are given by name"
+                f"reward function {name!r} takes {parameter.name!r} by position only, but columns are passed by name"
             )
         if parameter.name not in offered:
             raise ValueError(
-                f"reward function {name!r} asks for {parameter.name!r}, but {dataset} has no such column (there are: "
+                f"reward function {name!r} needs {parameter.name!r}, but {dataset} has no such column (there are: "
                 f"{', '.join(offered)}). Rename one with `columns`, or give the parameter a default."
             )
     return parameters
@@ -188,8 +188,8 @@ def _checked(values: Any, name: str, length: int) -> list[float]:
         raise TypeError(f"reward function {name!r} must return a list of numbers or None, got {type(values).__name__}")
     if len(values) != length:
         raise ValueError(
-            f"reward function {name!r} returned {len(values)} rewards for {length} completions: "
-            f"it must return one per completion, None where it has none"
+            f"reward function {name!r} returned {len(values)} rewards for {length} completions: it must return one "
+            "per completion, and None for no reward"
         )
     return [_number(value, name, row) for row, value in enumerate(values)]
 
@@ -202,8 +202,8 @@ def _number(value: Any, name: str, row: int) -> float:
         raise TypeError(f"reward function {name!r} returned {value!r} for row {row}: rewards are numbers or None")
     if not math.isfinite(value):
         raise ValueError(
-            f"reward function {name!r} returned {value!r} for row {row}: rewards must be finite. Return None where it "
-            "has nothing to say of a completion."
+            f"reward function {name!r} returned {value!r} for row {row}: rewards must be finite. Return None for a "
+            "completion without a reward."
         )
     return float(value)
 

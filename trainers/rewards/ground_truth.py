@@ -42,7 +42,7 @@ class GroundTruth:
     ) -> list[float | None]:
         """One score for each completion. Raises ValueError for rows without the column ``reward_model``."""
         if reward_model is None or not all(isinstance(one, Mapping) and "ground_truth" in one for one in reward_model):
-            raise ValueError("rows need a column 'reward_model' of mappings with 'ground_truth', as verl's have")
+            raise ValueError("rows need a column 'reward_model' of mappings with 'ground_truth', as in verl's rows")
         truths = [one["ground_truth"] for one in reward_model]
         nothing = [None] * len(truths)
         return [

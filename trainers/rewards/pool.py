@@ -126,8 +126,8 @@ class RewardPool:
             self.close()  # the executor has told the others to end
             raise RuntimeError(
                 f"a process that runs reward functions has died ({_ends(processes)}); its output is above. "
-                "Killed by signal 9, it mostly had no memory left: fewer reward_processes. A script that trains "
-                "without `if __name__ == '__main__':` around it cannot start processes."
+                "Killed by signal 9means in most cases that no memory was left: lower reward_processes. A script "
+                "that trains without `if __name__ == '__main__':` around it cannot start processes."
             ) from error
         except BaseException:
             self.close(grace_s=0)

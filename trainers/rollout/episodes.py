@@ -371,7 +371,7 @@ class Stage:
             if reply.reward is not None and not math.isfinite(reply.reward):
                 raise ValueError(
                     f"{name}.step gave the reward {reply.reward!r} in turn {episode.num_turns} of row {number}: "
-                    "rewards must be finite. Give None where there is none."
+                    "rewards must be finite. Give None for no reward."
                 )
             episode.note(reply)
             episode.truncated = turn.truncated

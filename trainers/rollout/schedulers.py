@@ -11,7 +11,7 @@ calls is ms-swift's (4.6, ``swift/rollout``): ``on_trajectory_start``, and after
 ``check_finished`` and ``step``. ``rollout_infos`` go to reward functions; ``total_reward`` in them is the environment's
 reward. Tokens that an engine sampled stay as they are: a step may drop the last ones, put others behind them that are
 not learned, and say by ``response_loss_mask`` which are learned. A step that adds no message lets the model continue
-its own.
+its own. ``images`` that it puts into the request are shown in the places ``<image>`` of its messages.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from trainers.plugins import ENVIRONMENTS, GAMES, exits_are_errors, named
 from trainers.rollout import openenv
 from trainers.rollout.environments import Environment, Message, Opening, Reply, Rewritten, answered, resolve_environment
 from trainers.rollout.games import Env, MathEnv
+from trainers.rollout.request_pictures import pictures_of, placed
 
-IMAGES = ("images", "videos", "audios")
+UNSEEN = ("videos", "audios")  # media of requests that no model is shown
 
 
 @dataclass
@@ -41,7 +42,7 @@ class RolloutInferRequest:
     """A conversation that is to be continued; ``data_dict`` has the other columns of its row."""
 
     messages: list[Message] = field(default_factory=list)
-    images: list[str] = field(default_factory=list)
+    images: list[Any] = field(default_factory=list)  # paths, base64 texts or PIL images
     audios: list[str] = field(default_factory=list)
     videos: list[str] = field(default_factory=list)
     tools: Any = None
@@ -106,7 +107,7 @@ class RolloutScheduler:
 
     async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> Any:
         """Never called: episodes.py plays the turns. A class with a ``run`` of its own is refused."""
-        raise NotImplementedError("run is not called: check_finished and step play the turns")
+        raise NotImplementedError("RayHelper does not call run: check_finished and step define the turns")
 
 
 class MultiTurnScheduler(RolloutScheduler):
@@ -310,12 +311,12 @@ class Scheduled:
         if not (inspect.isclass(self.kind) and issubclass(self.kind, RolloutScheduler)):
             bases = ", ".join(base.__name__ for base in getattr(self.kind, "__bases__", ()))
             raise ValueError(
-                f"multi_turn_scheduler {self.name!r} is {self.kind!r} ({bases}), and no class of MultiTurnScheduler, "
+                f"multi_turn_scheduler {self.name!r} is {self.kind!r} ({bases}), not a class of MultiTurnScheduler, "
                 "MathTipsScheduler or GYMScheduler. Write it as one of these."
             )
         if issubclass(self.kind, OpenEnvScheduler) and not openenv.is_installed():
             raise ValueError(
-                f"multi_turn_scheduler {self.name!r} plays on servers of OpenEnv, whose client is not installed. pip "
+                f"multi_turn_scheduler {self.name!r} uses servers of OpenEnv, whose client is not installed. pip "
                 "install openenv."
             )
         for method in ("run", "async_infer"):
@@ -371,6 +372,7 @@ class ScheduledEpisode:
         self.scheduler, self.max_turns = scheduler, max_turns
         self.name = type(scheduler).__name__
         self.request = RolloutInferRequest()
+        self.images: list[Any] = []  # that the model has seen
         self.infos: dict[str, Any] = {}
         self.num_turns = 0
 
@@ -381,11 +383,16 @@ class ScheduledEpisode:
         columns = {name: value for name, value in row.items() if name not in ("messages", "tools", "data_dict")}
         columns = {name: deepcopy(value) for name, value in columns.items() if value is not None}
         data = {**columns, **(row.get("data_dict") or {})}
-        self.request = RolloutInferRequest(messages, tools=row.get("tools"), data_dict=data, uuid=uuid.uuid4().hex)
+        told: dict[str, Any] = {"tools": row.get("tools"), "data_dict": data, "uuid": uuid.uuid4().hex}
+        self.request = RolloutInferRequest(messages, pictures_of(row), **told)
+        self.images = list(self.request.images)
         before = deepcopy(messages)
         with exits_are_errors(f"{self.name}.on_trajectory_start"), _plugins_imports():
             await answered(self.scheduler.on_trajectory_start([self.request]))
-        self._refuse_images()
+        if self._new_images():
+            raise ValueError(
+                f"{self.name}.on_trajectory_start added images. Put them into the rows, or add them in step."
+            )
         return None if self.request.messages == before else Opening(deepcopy(self.request.messages))
 
     def step(self, text: str) -> Reply:
@@ -425,8 +432,9 @@ class ScheduledEpisode:
         more = self._note(result.get("rollout_infos"))
         rewards = [one for one in (reward, more) if one is not None]
         self.request = result["infer_request"]
-        self._refuse_images()
-        added = self._added(before)
+        images = self._new_images()
+        added = placed(self._added(before), images, f"{self.name}.step")
+        self.images += images
         has_ids = result.get("response_token_ids") is not None
         if self.request.messages[len(before) - 1] != before[-1] and not has_ids:
             raise ValueError(
@@ -445,17 +453,21 @@ class ScheduledEpisode:
         """Adds to the infos; by how much ``total_reward`` in them has grown."""
         old = self.infos.get("total_reward")
         self.infos |= {**(infos or {}), "num_turns": self.num_turns}
-        pictures = [name for name in IMAGES if self.infos.get(name)]
-        if pictures:
-            raise ValueError(f"{self.name}: rollout_infos has {pictures[0]}; only models of texts are trained")
+        if self.infos.pop("images", self.request.images) != self.request.images:
+            raise ValueError(f"{self.name}: rollout_infos has other images than the request. Leave them out.")
+        if media := [name for name in UNSEEN if self.infos.get(name)]:
+            raise ValueError(f"{self.name}: rollout_infos has {media[0]}, which schedulers cannot pass to a model")
         new = (infos or {}).get("total_reward")
         return None if new is None else float(new) - float(old or 0.0)
 
-    def _refuse_images(self) -> None:
-        if any(getattr(self.request, name, None) for name in IMAGES):
-            raise ValueError(
-                f"{self.name} put images, videos or audios into a request; only models of texts are trained"
-            )
+    def _new_images(self) -> list[Any]:
+        """Those that the scheduler put behind the request's. Raises ValueError for what else it did to its media."""
+        if media := [name for name in UNSEEN if getattr(self.request, name, None)]:
+            raise ValueError(f"{self.name} put {media[0]} into a request, which schedulers cannot pass to a model")
+        images, size = list(self.request.images or []), len(self.images)
+        if images[:size] != self.images:
+            raise ValueError(f"{self.name} changed images that the model has seen. Put new ones behind them.")
+        return images[size:]
 
     def _added(self, before: Sequence[Message]) -> list[Message]:
         """The messages that a step put behind the model's. Raises ValueError if it changed older ones."""

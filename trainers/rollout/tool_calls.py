@@ -114,11 +114,11 @@ def form_of(tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> str:
             return name
     if "tool_calls" in template:
         raise ValueError(
-            "the chat template writes tool calls in a form that is not known. Set tool_call_parser to the name of "
+            "the chat template writes tool calls in an unknown form. Set tool_call_parser to the name of "
             "a parser of vLLM. Or use register_tool_call_parser in a file of external_plugins."
         )
     if "tools" not in template:
-        logger.warning("the chat template does not show tools to the model: describe them in the prompts")
+        logger.warning("the chat template does not write tools: describe them in the prompts")
     return "hermes"
 
 

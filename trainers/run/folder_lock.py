@@ -87,7 +87,7 @@ class FolderLock:
         if owner is not None and owner.token != self.owner.token:
             raise RuntimeError(
                 f"{self.folder} was taken over by process {owner.pid} on {owner.host} ({owner.since}). This run had "
-                f"not updated its lock for {GONE_AFTER_S:g} s. It ends, so that two runs do not write there."
+                f"not updated its lock for {GONE_AFTER_S:g} s. This run ends, so that two runs do not write there."
             )
 
 
@@ -149,10 +149,10 @@ def _taken(folder: Path) -> tuple[Owner, bool]:
                 raise ConfigError(
                     f"output_dir: {str(folder)!r} is in use by another run: process {owner.pid} on {owner.host}, since "
                     f"{owner.since}, last seen {_silent_s(file):.0f} s ago. Name another output_dir, or end that run "
-                    f"(if you know that it is gone, remove {file})."
+                    f"(if it has already ended, remove {file})."
                 )
         if not heard:
-            logger.info("waiting for a sign of process %d on %s, which has %s", owner.pid, owner.host, folder)
+            logger.info("waiting for a heartbeat of process %d on %s, which has %s", owner.pid, owner.host, folder)
         heard = beat
         time.sleep(LOOK_S)
 

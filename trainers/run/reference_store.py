@@ -38,7 +38,7 @@ def read_reference_logps(folder: Path, parts: Sequence[Sequences], model: str) -
         return None
     with np.load(folder / FILE, allow_pickle=False) as arrays:
         if str(arrays["of"]) != _fingerprint(parts, model):
-            logger.warning("%s is of other rows or of another reference: it is computed again", folder / FILE)
+            logger.warning("%s belongs to other rows or to another reference: it is computed again", folder / FILE)
             return None
         return [_like(arrays[str(k)], part.target_mask) for k, part in enumerate(parts)]
 

@@ -117,7 +117,7 @@ class Run:
         _check_same_settings(state.get("settings", {}), self.settings, self.checkpoint)
         if state.get("step", 0) > num_steps:
             raise ConfigError(
-                f"resume_from_checkpoint: {self.checkpoint} is of step {state['step']}, and the run has {num_steps} "
+                f"resume_from_checkpoint: {self.checkpoint} is from step {state['step']}, and the run has {num_steps} "
                 "steps. Raise max_steps (or num_train_epochs), or resume from an earlier checkpoint."
             )
         self.step: int = state.get("step", 0)
@@ -201,7 +201,7 @@ class Run:
         """Records how the run ended, and writes its report. Process 0 calls it."""
         how = "finished" if error is None else f"ended by {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if error is not None and self.signals.watch.has_given_up:
-            how = "stopped in a step or in saving that did not end, and not saved"
+            how = "stopped in a step or a save that did not end; nothing was saved"
         elif isinstance(error, Stopped):
             how = "stopped early, and saved"
         elif isinstance(error, KeyboardInterrupt):
@@ -584,7 +584,7 @@ def _check_same_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], 
     if changed:
         raise ConfigError(
             f"resume_from_checkpoint: {checkpoint} has its own optimizer, schedule and model, but other keys were "
-            f"given ({'; '.join(changed)}). Change that back, or start a new run from the exported model."
+            f"given ({'; '.join(changed)}). Undo these changes, or start a new run from the exported model."
         )
 
 

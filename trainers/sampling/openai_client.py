@@ -125,7 +125,7 @@ class OpenAIClient:
             choice = body["choices"][0]
             message = choice["message"]
         except (ValueError, LookupError, TypeError):
-            return Reply(error=f"an answer of another form: {self._hidden(response.text)[:SHOWN_CHARACTERS]}")
+            return Reply(error=f"an answer in an unexpected form: {self._hidden(response.text)[:SHOWN_CHARACTERS]}")
         num_tokens = int((body.get("usage") or {}).get("completion_tokens") or 0)
         text = message.get("content") or ""
         if not text.strip():

@@ -104,7 +104,7 @@ def check_vllm(config: SamplingConfig, groups: DeviceGroups | None) -> None:
     size = given.pop("tensor_parallel_size", 1)
     said = f"engine_kwargs: tensor_parallel_size={size}"
     if type(size) is not int or size < 1:
-        raise ConfigError(f"{said} is no number of workers")
+        raise ConfigError(f"{said} is not a number of workers")
     checked_engine_kwargs(given, key="engine_kwargs")
     check_model_fits(said, size, groups, "sampler")
     check_sees(config.model, "sampler_engine", trust_remote_code=config.trust_remote_code)

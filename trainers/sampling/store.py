@@ -124,15 +124,15 @@ class Ledger:
         ]
         if changed:
             raise ConfigError(
-                f"resume: {self.path} belongs to a run under other keys ({'; '.join(changed)}). Change that back, "
+                f"resume: {self.path} belongs to a run under other keys ({'; '.join(changed)}). Undo these changes, "
                 "choose another output_file, or set override_exist_file to start over."
             )
 
     def _check_same_row(self, entry: Entry, ids: Sequence[str]) -> None:
         if ids[entry["row"]] != entry["id"]:
             raise ConfigError(
-                f"resume: row {entry['row']} of the dataset is not the one that {self.path} was written for. Give "
-                "that dataset back, choose another output_file, or set override_exist_file to start over."
+                f"resume: row {entry['row']} of the dataset is not the one that {self.path} was written for. Use the "
+                "original dataset, choose another output_file, or set override_exist_file to start over."
             )
 
     def _lock(self) -> None:
@@ -283,8 +283,8 @@ def cached_answers(files: Sequence[str]) -> dict[str, list[str]]:
             raise ConfigError(f"cache_files: {error}") from error
         if not {"id", "messages"} <= set(rows.column_names):
             raise ConfigError(
-                f"cache_files: {file} is no output of sampling: it has the columns {', '.join(rows.column_names)}, not "
-                "id and messages"
+                f"cache_files: {file} is not an output of sampling: it has the columns "
+                f"{', '.join(rows.column_names)}, not id and messages"
             )
         for sample_id, messages in zip(rows["id"], rows["messages"], strict=True):
             answers.setdefault(sample_id, []).append(messages[-1]["content"])

@@ -60,7 +60,7 @@ class SFTConfig(TrainConfig):
     per_device_eval_batch_size: int = 8
     """Sequences that a worker passes through the model at once in evaluation."""
     max_eval_sequences: int | None = None
-    """Largest number of sequences in an evaluation (with packing: of packs). The first ones are taken. null: all."""
+    """Largest number of sequences in an evaluation (with packing: of packs). The first ones are used. null: all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,7 +87,7 @@ class SFTConfig(TrainConfig):
         if scale is not None and scale.base != "all" and self.completion_only_loss is False:
             raise ConfigError(f"loss_scale {self.loss_scale} learns only answers; remove completion_only_loss: false")
         if scale is not None and scale.base == "all" and self.completion_only_loss:
-            raise ConfigError("loss_scale all learns every token; remove completion_only_loss")
+            raise ConfigError("with loss_scale all, the loss covers every token; remove completion_only_loss")
         at_least(self, 1, "shuffle_buffer_size")
         if self.streaming and self.max_steps <= 0:
             raise ConfigError("streaming reads rows during the run, so their number is not known: set max_steps.")
@@ -102,7 +102,7 @@ class SFTConfig(TrainConfig):
         if not (self.streaming and self.shuffle_dataset):
             unread(self, "rows are not drawn from a stream's buffer", "shuffle_buffer_size")
         if scale is not None and self.assistant_only_loss:
-            raise ConfigError("assistant_only_loss and loss_scale both say which turns are learned; remove one of them")
+            raise ConfigError("assistant_only_loss and loss_scale both set which turns are learned; remove one of them")
         if self.packing and self.truncation_mode == "keep_end":
             raise ConfigError(f"packing keeps the start of long documents; truncation_mode is {self.truncation_mode!r}")
 
@@ -114,5 +114,8 @@ class PretrainConfig(SFTConfig):
     NAMES: ClassVar = ("pretrain", "pt")
 
     output_dir: str = "outputs/pretrain"
+    use_chat_template: bool = True
+    """false: the text of a conversation is learned unchanged, without the chat template. A conversation then has one
+    turn of the assistant, or one of the user and one of the assistant."""
     packing: bool = True
     packing_strategy: PackingStrategy = "wrapped"

@@ -30,7 +30,7 @@ OF_MEGATRON = (
 TRAIN = {"megatron_train": "megatron", "fsdp2_train": "fsdp", "deepspeed_train": "fsdp"}
 WITHOUT = {
     "hydra.": "hydra writes no folders here",
-    "defaults": "a preset is written out by its own keys",
+    "defaults": "RayHelper has no presets: write the keys of the preset",
     "logging_dir": "logs lie in output_dir",
     "checkpoint_config.": "checkpoints lie in output_dir",
     "tracker_kwargs.": "write env: {WANDB_PROJECT: ...}, and no key of an account into a file",
@@ -41,14 +41,15 @@ WITHOUT = {
     "validation.": "write eval_dataset",
     "actor_train.data_args.preprocessing_num_workers": "rows are tokenized where they are used",
     "actor_train.data_args.dataset_dir": "file_name is the place of the rows",
-    "actor_train.data_args.interleave_probs": "rows of several files come in a random order",
-    "actor_train.data_args.domain_interleave_probs.": "rows of several domains come in a random order. Write datasets "
+    "actor_train.data_args.interleave_probs": "rows of several files are read in a random order",
+    "actor_train.data_args.domain_interleave_probs.": "rows of several domains are read in a random order. Write "
+    "datasets "
     "with fraction for shares",
     "actor_infer.num_gpus_per_worker": "vllm_tensor_parallel_size is the number of workers per model",
     "actor_train.use_remove_padding": "padding_free decides it, and backend: megatron never pads",
     "actor_train.use_sequence_packing": "padding_free decides it, and backend: megatron never pads",
     "critic.": "this estimator has no critic",
-    "num_nodes": "the devices of the roles say how many nodes there are",
+    "num_nodes": "the devices of the roles determine the number of nodes",
     "val_": "evaluation reads eval_dataset",
     "is_num_return_sequences_expand": "an engine gets the prompts of a group as it chooses",
     "generate_opt_level": "prompts enter the engine while others are completed",
@@ -58,7 +59,7 @@ WITHOUT = {
     "actor_infer.offload_nccl": "process groups stay",
     "reference.offload_nccl": "process groups stay",
     "global_template": "the model's own chat template is used",
-    "query_filter_config.": "dynamic_sample: true leaves out prompts rewarded alike",
+    "query_filter_config.": "dynamic_sample: true leaves out prompts with equal rewards",
     "max_running_requests": "vllm_max_num_seqs says it",
 }
 REFUSED_ON = {  # switches that change numbers, and are not built
@@ -67,7 +68,7 @@ REFUSED_ON = {  # switches that change numbers, and are not built
     "difficulty_loss_weight": "losses are not weighed by difficulty. Write false",
     "length_loss_weight": "losses are not weighed by length. Write false",
     "error_max_len_clip": "rewards of long completions are not clipped. Write false",
-    "add_token_level_kl": "write kl_in_reward and beta by hand: theirs is added for each token",
+    "add_token_level_kl": "write kl_in_reward and beta by hand: ROLL adds its KL to each token",
     "use_reward_scaling": "rewards are not scaled by a running mean. Write false",
     "use_reward_norm": "rewards are not normalised by a running mean. Write false",
     "reward_norm": "write norm_mean_type and norm_std_type, which took its place",
@@ -328,7 +329,7 @@ def _adapter(theirs: Theirs, ours: Ours) -> None:
 
 def _engine(theirs: Theirs, ours: Ours) -> None:
     name = theirs.take("actor_infer.strategy_args.strategy_name")
-    note = "" if name in ("vllm", "hf_infer") else f"{name} is not built; vLLM completes instead"
+    note = "" if name in ("vllm", "hf_infer") else f"{name} is not implemented; vLLM completes instead"
     ours.say(
         "rollout_engine",
         "hf" if name == "hf_infer" else "vllm",
@@ -410,7 +411,7 @@ def ranks_of(mapping: Any) -> list[int]:
     try:
         return [] if mapping is None else _listed(ast.parse(str(mapping).strip(), mode="eval").body)
     except (SyntaxError, TypeError, ValueError):
-        raise ConfigError(f"device_mapping {mapping} is no list of ranks, such as list(range(0, 4))") from None
+        raise ConfigError(f"device_mapping {mapping} is not a list of ranks, such as list(range(0, 4))") from None
 
 
 def _listed(node: ast.expr) -> list[int]:

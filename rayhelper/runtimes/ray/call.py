@@ -210,7 +210,7 @@ def late_calls(
     """
     if isinstance(method.dispatch, Balanced):
         raise DispatchError(
-            f"{where}: a balanced dispatch needs to see the values, and an argument is a Future. Pass its .result()."
+            f"{where}: a balanced dispatch needs the values, but an argument is a Future. Pass its .result()."
         )
     check_arguments(args, kwargs, parameter_names(method), where)
     start = 0

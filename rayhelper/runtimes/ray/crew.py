@@ -129,7 +129,7 @@ class Crew:
                 raise NodeLostError(f"a node of group {self.group.name!r} was lost as its workers started: {lost}")
             if time.monotonic() >= deadline:
                 raise PlacementError(
-                    f"the processes of group {self.group.name!r} did not start within {CONSTRUCTION_S:g} s. Look into "
+                    f"the processes of group {self.group.name!r} did not start within {CONSTRUCTION_S:g} s. Read "
                     "Ray's logs on their nodes."
                 )
         answers: list[Any] = ray.get(refs)

@@ -86,7 +86,7 @@ def probe(address: str) -> None:
             connection.sendall(_GREETING)
             greeted = _first_frame(connection, time.monotonic() + _PROBE_S)
         if os.environ.get("RAY_USE_TLS", "0") == "0" and greeted[3:4] != _SETTINGS:
-            raise ConnectionError("the program at this address does not speak Ray's protocol")
+            raise ConnectionError("the program at this address does not use Ray's protocol")
     except (OSError, OverflowError) as error:
         raise _nobody(address, error) from None
 
@@ -106,7 +106,7 @@ def _first_frame(connection: socket.socket, end: float) -> bytes:
         try:
             data = connection.recv(_FRAME_HEAD_BYTES - len(received))
         except TimeoutError:
-            raise TimeoutError(f"it accepts connections and says nothing for {_PROBE_S:g} s") from None
+            raise TimeoutError(f"it accepts connections and sends nothing for {_PROBE_S:g} s") from None
         except ConnectionResetError:
             break
         if not data:
@@ -237,7 +237,7 @@ def reserve(group: DeviceGroup, slots: tuple[Slot, ...], num_groups: int = 1) ->
     if not reserved.wait(_RESERVE_S):
         remove_placement_group(reserved)
         raise PlacementError(
-            f"group {group.name!r} asked for {len(slots)} x {asked}, and the cluster did not provide it within "
+            f"group {group.name!r} asked for {len(slots)} x {asked}, but the cluster did not provide it within "
             f"{_RESERVE_S:g} s. Another program took the resources. Free: {ray.available_resources()}"
         )
     return reserved  # type: ignore[no-any-return]

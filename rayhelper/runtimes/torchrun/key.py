@@ -116,7 +116,9 @@ def _left_over(folder: Path) -> list[Path]:
 
 def _read(name: str) -> bytes:
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"the run's store names {name[:80]!r} as its key's file: somebody else writes to the store.")
+        raise ConfigError(
+            f"the run's store names {name[:80]!r} as its key's file: another program writes to the store."
+        )
     try:
         with _with_remedy():
             path = own_folder() / name
@@ -127,7 +129,7 @@ def _read(name: str) -> bytes:
             f"set {VARIABLE} to the same secret for all."
         ) from None
     if len(secret) != _SECRET_BYTES:
-        raise ConfigError(f"{path} holds no key: somebody else writes to the run's store.")
+        raise ConfigError(f"{path} holds no key: another program writes to the run's store.")
     return secret
 
 

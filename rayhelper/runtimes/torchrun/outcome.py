@@ -51,8 +51,8 @@ def check_same_arguments(outcomes: list[Outcome]) -> None:
     if len({other.given for other in outcomes}) > 1:
         told = ", ".join(f"rank {rank} {other.given}" for rank, other in enumerate(outcomes[:8]))
         raise RoleError(
-            f"{outcomes[0].call}: {told}: under torchrun every process must call with the same arguments, of which "
-            "each takes its own slice. Look for data that is read, shuffled or divided differently on each process."
+            f"{outcomes[0].call}: {told}: under torchrun every process must call with the same arguments, and takes "
+            "its own slice of them. Look for data that is read, shuffled or divided differently on each process."
         )
     here = outcomes[0].contents
     for rank, other in enumerate(outcomes):
@@ -63,9 +63,9 @@ def check_same_arguments(outcomes: list[Outcome]) -> None:
             f"{outcomes[0].call}: rank {rank} passes {what} than rank 0: under torchrun every process must call with "
             "the same arguments. Each takes its own slice of them. Look for a DataLoader or a shuffle without a seed: "
             "call torch.manual_seed(...) in main, or give it generator=torch.Generator().manual_seed(...). Do not "
-            "give it a DistributedSampler. A time, a path or the order of a set is known to one process only: write a "
-            "method of group 'driver' with execute='first'. If a role changes the argument in place, only its own "
-            "process sees it: return the value."
+            "give it a DistributedSampler. A time, a path or the order of a set is known to one process only. Get it "
+            "in a method of group 'driver' with execute='first'. If a role changes the argument in place, only its "
+            "own process has the change: return the value."
         )
 
 

@@ -152,7 +152,7 @@ class SpmdPlacement:
             if not awaited.is_given_up:
                 raise RoleError(
                     f"{self.identity.title(method)} is called while an awaited call is in flight, and the workers "
-                    "share a process group. Their collectives would meet in another order on each process. Await the "
+                    "share a process group. Each process would run their collectives in a different order. Await the "
                     "other call first."
                 )
             awaited.wait()  # nobody else can
@@ -258,7 +258,8 @@ class SpmdPlacement:
         layout = layout_of(method, self.runtime.shards[group.name], str(self.identity.address))
         args, kwargs = values_of(args, kwargs)
         check_hosts((args, kwargs), group.name)
-        division = divide(method, layout.num_shards, args, kwargs, where_of(title, group.name))
+        where = where_of(title, group.name)
+        division = divide(method, layout.num_shards, args, kwargs, where, is_copied=False)
         members = self.runtime.members[group.name][: len(layout.shard_of)]
         call = DividedCall(method, group, self.identity, division, layout, members, self.runtime.recording)
         call.given, call.contents = _given(method, args, kwargs), self._contents(method, args, kwargs)

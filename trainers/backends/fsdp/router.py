@@ -54,8 +54,9 @@ def mistake(kind: type, config: Any) -> str | None:
     if _gives_loss(kind) and function is not None and list(inspect.signature(function).parameters) == PARAMETERS:
         return None
     return (
-        f"{kind.__name__} of transformers has no loss that balances its experts, or another one than Mixtral. Remove "
-        "it, or write backend: megatron and megatron: {moe_aux_loss_coeff: ...} if megatron-core knows the model."
+        f"{kind.__name__} of transformers has no loss that balances its experts, or its loss differs from Mixtral's. "
+        f"Remove "
+        "it, or write backend: megatron and megatron: {moe_aux_loss_coeff: ...} if megatron-core supports the model."
     )
 
 
@@ -128,8 +129,9 @@ class Balance:
         found = self.loss(outputs.router_logits, torch.ones_like(ids_BT, dtype=torch.bool))
         if not torch.allclose(found, wanted, rtol=1e-3):
             raise ConfigError(
-                f"router_aux_loss_coef is {self.coef}, but {type(model).__name__} balances its experts by a loss that "
-                f"is not known here ({float(wanted):.6g}; by load_balancing_loss_func {float(found):.6g}). Remove it."
+                f"router_aux_loss_coef is {self.coef}, but {type(model).__name__} balances its experts by a loss "
+                f"that RayHelper does not support ({float(wanted):.6g}; by load_balancing_loss_func "
+                f"{float(found):.6g}). Remove it."
             )
 
 

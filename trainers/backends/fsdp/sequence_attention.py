@@ -112,13 +112,13 @@ def sequence_mistakes(configuration: Any, size: int) -> Iterator[str]:
     name = getattr(configuration, "model_type", "the model")
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
-        yield f"{KEY} {size}: the configuration of {name} names no number of attention heads. {remedy}."
+        yield f"{KEY} {size}: the configuration of {name} has no number of attention heads. {remedy}."
     elif heads % size:
         sizes = ", ".join(str(one) for one in range(1, heads + 1) if heads % one == 0)
         yield f"{KEY} {size} does not divide the {heads} attention heads of the model. Choose among {sizes}."
     towers = [key for key in ("vision_config", "audio_config") if getattr(configuration, key, None) is not None]
     if towers:
-        yield f"{KEY} {size}: {name} has a {towers[0]}, and rows of text alone are shared. {remedy}."
+        yield f"{KEY} {size}: {name} has a {towers[0]}, but workers share only rows of text. {remedy}."
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - LAYERS)
     states = [key for key in RECURRENT if getattr(config, key, None) is not None]
     if kinds or states:
@@ -128,9 +128,9 @@ def sequence_mistakes(configuration: Any, size: int) -> Iterator[str]:
         )
     for key in ("attention_chunk_size", "attn_logit_softcapping", "alibi"):
         if getattr(config, key, None):
-            yield f"{KEY} {size}: the attention of {name} has {key}, which is not known here. {remedy}."
+            yield f"{KEY} {size}: the attention of {name} has {key}, which is not supported. {remedy}."
     if name in SINKS:
-        yield f"{KEY} {size}: the attention of {name} has sinks, which are not known here. {remedy}."
+        yield f"{KEY} {size}: the attention of {name} has sinks, which are not supported. {remedy}."
     types = sorted(set(_rope_types(config)) & set(LOOKS_AT_LENGTH))
     if types:
         yield (
@@ -181,7 +181,7 @@ def sequence_attention(
         return varlen_attention(module, *given, attention_mask, **settings)
     check_plain(module, dropout, others, NAME)
     if not getattr(module, "is_causal", True):
-        raise ValueError(f"{type(module).__name__} looks at tokens to come. Set {KEY}: 1.")
+        raise ValueError(f"{type(module).__name__} attends to later tokens. Set {KEY}: 1.")
     ranks = shared_rows.ranks
     copies = ranks.size // math.gcd(ranks.size, key_BHLD.shape[1])
     if copies > 1:

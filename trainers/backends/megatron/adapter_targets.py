@@ -39,7 +39,7 @@ def chosen_targets(config: Any, settings: Mapping[str, Any], *, num_stages: int 
         ConfigError: a field, or a layer, that can have no adapter here.
     """
     if unknown := sorted(settings.keys() - set(FIELDS)):
-        raise ConfigError(f"lora: backend: megatron does not know {unknown}; of peft's fields it has {list(FIELDS)}")
+        raise ConfigError(f"lora: backend: megatron does not support {unknown}; of peft's fields it has {list(FIELDS)}")
     whole_names(config, settings)
     known, in_experts = _adaptable(config), names_in_experts(config)
     wanted = settings.get("target_modules", "all-linear")
@@ -65,9 +65,9 @@ def chosen_targets(config: Any, settings: Mapping[str, Any], *, num_stages: int 
         if any(_means(target, name) for name in in_experts):
             longer = sorted({".".join(name.split(".")[-3:-1]) for name in meant})
             raise ConfigError(
-                f"lora: target_modules has {target!r}, which experts have too, but stacked, as no layers of their own. "
-                f"Write {longer}, which are not in experts, and for these lora_kwargs: {{target_parameters: "
-                f"{list(STACKS)}}}."
+                f"lora: target_modules has {target!r}, which experts also have, but stacked and not as separate "
+                f"layers. Write {longer}, which are not in experts, and for the experts lora_kwargs: "
+                f"{{target_parameters: {list(STACKS)}}}."
             )
         if not meant:
             raise ConfigError(
@@ -104,7 +104,7 @@ def whole_names(config: Any, settings: Mapping[str, Any]) -> set[str]:
     if wanted and config.tie_word_embeddings:
         raise ConfigError(
             f"lora_kwargs: modules_to_save has {', '.join(wanted)}, but the model ties {' and '.join(known)}, and "
-            "backend: megatron trains no tied weight beside an adapter. Remove it, or write backend: fsdp and "
+            "backend: megatron trains no tied weight together with an adapter. Remove it, or write backend: fsdp and "
             "lora_kwargs: {ensure_weight_tying: true} too."
         )
     return {name for name in known.values() if any(_means(asked, name) for asked in wanted)}
@@ -186,11 +186,13 @@ def _takes_experts(config: Any, settings: Mapping[str, Any], has_experts: bool) 
     named, stacks = names_in_stacks(config, settings), list(settings.get("target_parameters") or ())
     if not has_experts:
         if stacks:
-            raise ConfigError(f"lora: target_parameters are of experts, and this {config.model_type} model has none.")
+            raise ConfigError(
+                f"lora: target_parameters belong to experts, but this {config.model_type} model has none."
+            )
         return False
     stacks = [name for name in stacks if name != ROUTER]
     if unknown := [name for name in stacks if not any(f".{stack}".endswith(f".{name}") for stack in STACKS)]:
-        raise ConfigError(f"lora: target_parameters has {unknown[0]!r}; backend: megatron knows {[ROUTER, *STACKS]}")
+        raise ConfigError(f"lora: target_parameters has {unknown[0]!r}; backend: megatron accepts {[ROUTER, *STACKS]}")
     if not named and not stacks:
         return False
     if settings.get("lora_dropout"):

@@ -230,12 +230,12 @@ class MegatronAdapter:
         from safetensors.torch import load_file
 
         if not (folder / FILE).is_file():
-            raise FileNotFoundError(f"{folder} holds no {FILE}, so it is no checkpoint of a LoRA run")
+            raise FileNotFoundError(f"{folder} holds no {FILE}, so it is not a checkpoint of a LoRA run")
         given = load_file(folder / FILE)
         own = {name: shape for piece in self._pieces() for name, shape in piece.source.tensors.items()}
         found = {name: tuple(weight.shape) for name, weight in given.items()}
         if odd := sorted(name for name in own.keys() | found.keys() if own.get(name) != found.get(name)):
-            raise ValueError(f"the adapter in {folder} has other weights than this model's, among them {odd[:3]}")
+            raise ValueError(f"the adapter in {folder} has other weights than this model, among them {odd[:3]}")
         for piece in self._pieces():
             piece.fill(given)
 
@@ -352,8 +352,8 @@ class MegatronAdapter:
             return self._kept(base, attach_to_router(base, self.rank, scaling=self._scaling(), dropout=dropout))
         if not isinstance(base, ColumnParallelLinear | RowParallelLinear) or base.explicit_expert_comm:
             raise ConfigError(
-                f"no adapter can be added to {name}, a {type(base).__name__}: backend: megatron adds them to "
-                "megatron-core's own layers, and needs moe_shared_expert_overlap: false"
+                f"no adapter can be added to {name}, a {type(base).__name__}: backend: megatron adds adapters only "
+                "to megatron-core's own layers. Set moe_shared_expert_overlap: false"
             )
         cut = LowRank(base, source, targets, rank=self.rank, scaling=self._scaling(), dropout=dropout)
         attach(base, cut)

@@ -57,35 +57,35 @@ def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
         return
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        yield f"its hidden_act is {activation!r}, and MLPs have silu"
+        yield f"its hidden_act is {activation!r}, but MLPs must use silu"
     window = config.get("sliding_window", 4096) if kind == "mistral" else config.get("use_sliding_window")
     if window or "sliding_attention" in (config.get("layer_types") or ()):
-        yield "some layers look at a sliding window of tokens, and attention is to all tokens before"
+        yield "some layers attend to a sliding window of tokens, but only attention to all earlier tokens is supported"
     rotation = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rotated = rotation.get("rope_type", rotation.get("type", "default"))
     if rotated not in ROTATIONS and not (rotated == OF_PICTURES and kind in SEEING.values()):
-        yield f"its rotary embedding is of the kind {rotated!r}, and known are {', '.join(ROTATIONS)}"
+        yield f"its rotary embedding is of the kind {rotated!r}, but supported are {', '.join(ROTATIONS)}"
     if config.get("attention_bias") and kind not in BIASED:
-        yield "its attention_bias is true, and projections have no bias"
+        yield "its attention_bias is true, but projections must have no bias"
     if kind == "qwen2_moe" and not config.get("qkv_bias", True):
-        yield "its qkv_bias is false, and queries, keys and values have biases"
+        yield "its qkv_bias is false, but queries, keys and values must have biases"
     if kind in SHARED and config.get("shared_expert_intermediate_size") == 0:
-        yield "its shared_expert_intermediate_size is 0, and layers of experts have a shared one"
+        yield "its shared_expert_intermediate_size is 0, but layers of experts must have a shared expert"
     if kind in MIXED and config.get("num_experts", config.get("num_local_experts")) == 0:
-        yield "its num_experts is 0, and a mixture has experts"
+        yield "its num_experts is 0, but a mixture must have experts"
     if kind in MIXED and config.get("num_experts_per_tok") == 1 and _norms_choices(config):
         yield "its norm_topk_prob is true with num_experts_per_tok 1, which megatron-core's router refuses"
     if kind in ALWAYS and not _norms_choices(config):
-        yield "its norm_topk_prob is false, and the probabilities of a token's experts add up to one"
+        yield "its norm_topk_prob is false, but the probabilities of a token's experts must add up to one"
     if kind in DELTA:
         keys, values = config.get("linear_num_key_heads", 16), config.get("linear_num_value_heads", 32)
         if values % keys:
-            yield f"its linear_num_value_heads {values} are no multiple of its linear_num_key_heads {keys}"
+            yield f"its linear_num_value_heads {values} are not a multiple of its linear_num_key_heads {keys}"
     if config.get("mlp_bias"):
-        yield "its mlp_bias is true, and MLPs have no bias"
+        yield "its mlp_bias is true, but MLPs must have no bias"
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        yield f"its weights are quantized ({method}), and numbers are read unchanged, without their scales"
+        yield f"its weights are quantized ({method}), but the backend reads numbers without their scales"
 
 
 def _norms_choices(config: Mapping[str, Any]) -> bool:
@@ -111,7 +111,7 @@ def too_few_layers(whole: Any, num_layers: int) -> str | None:
     if num_layers >= num_later(whole):
         return None
     return (
-        f"the vision tower adds features behind the first {num_later(whole)} layers, but the first pipeline stage has "
+        f"the vision tower adds features after the first {num_later(whole)} layers, but the first pipeline stage has "
         f"{num_layers}. Make pipeline_model_parallel_size or virtual_pipeline_model_parallel_size smaller, or write "
         f"decoder_first_pipeline_num_layers: {num_later(whole)}."
     )

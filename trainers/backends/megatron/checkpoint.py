@@ -101,7 +101,9 @@ class Writer:
         self.folder = self.thread = self.error = None
         failed = [f"rank {rank}: {words}" for rank, words in enumerate(told) if words]
         if failed:
-            raise RuntimeError(f"{folder} could not be written and is no checkpoint ({'; '.join(failed)})") from error
+            raise RuntimeError(
+                f"{folder} could not be written and is not a checkpoint ({'; '.join(failed)})"
+            ) from error
 
 
 class _Stream(io.BytesIO):
@@ -188,7 +190,7 @@ def check_parts(folder: Path, *, dtype: torch.dtype) -> None:
         )
     saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))["dtype"]
     if getattr(torch, saved) != dtype:
-        raise ValueError(f"{folder} is of a run with dtype: {saved}; this one has {dtype}. Change that back.")
+        raise ValueError(f"{folder} is from a run with dtype: {saved}; this one has {dtype}. Change that back.")
     check_distributed(folder / FOLDER)
 
 
@@ -202,7 +204,7 @@ def load_parts(folder: Path, stages: Sequence[Any], optimizer: Any, *, batch_byt
     for k, stage in enumerate(stages):
         others = stage.load_state_dict(found[f"stage {k}"], strict=False)
         odd = [name for name in (*others.missing_keys, *others.unexpected_keys) if EXTRA not in name]
-        assert not odd, f"all weights were asked for, and not {odd[:3]}"
+        assert not odd, f"all weights are needed, but the request names {odd[:3]}"
     names, step = found["optimizer"]["names"], found["optimizer"]["step"]
     places = _places(_shards(stages))
     own = list(kept(optimizer))

@@ -83,7 +83,7 @@ BALANCES = {  # and why not; None: it is known
     "aux_loss": None,
     "seq_aux_loss": None,
     "none": None,
-    "global_aux_loss": "asks how a whole step chose its experts, before its first backward pass knows",
+    "global_aux_loss": "needs the experts that a whole step chooses before its first backward pass",
     "sinkhorn": "sends tokens to other experts in training than in scoring",
 }
 AT_RANDOM = (
@@ -94,7 +94,7 @@ WRONG_HERE = {  # and why
     "micro-batches are rows of documents of any length",
     "moe_input_jitter_eps": AT_RANDOM,
     "moe_router_force_load_balancing": AT_RANDOM,
-    "defer_embedding_wgrad_compute": "is of megatron-core's output layer, and the head here is another",
+    "defer_embedding_wgrad_compute": "belongs to megatron-core's output layer, but the backend has its own head",
 }
 UNREAD = (  # of attention, offloading, kernels and logs that are not in use here, or that megatron-core has no more
     *("attention_softmax_in_fp32", "log_max_attention_logit", "qk_clip", "qk_clip_alpha", "qk_clip_threshold"),
@@ -152,10 +152,11 @@ def check_fields(further: Mapping[str, Any], *, has_adapter: bool = False) -> No
         if name in WRONG_HERE and value != default:
             raise ConfigError(f"megatron: {name} {WRONG_HERE[name]}. Remove it.")
         if name in UNREAD and value != default:
-            raise ConfigError(f"megatron: {name} is read by nothing that the backend uses. Remove it.")
+            raise ConfigError(f"megatron: {name} has no effect in the backend. Remove it.")
         if name.startswith(OF_OTHER_LAYERS) and name not in ENGINE_FIELDS and value != default:
             raise ConfigError(
-                f"megatron: {name} is of layers of TransformerEngine or apex that the backend does not use. Remove it."
+                f"megatron: {name} belongs to layers of TransformerEngine or apex that the backend does not use. "
+                "Remove it."
             )
     changed = {name: value for name, value in further.items() if value != next(iter(known[name].values()))}
     chosen = {name: value for name, value in further.items() if name == "transformer_impl"}  # also if it is the default
@@ -194,7 +195,7 @@ def divided(further: Mapping[str, Any]) -> dict[str, Any]:
 
 def _why_not(name: str, known: Mapping[str, Any]) -> str | None:
     if name in KEYS:
-        return f"{name} is a separate key. Write it beside megatron, not in it."
+        return f"{name} is a separate key. Write it as a separate key, not in megatron."
     if name not in known:
         near = nearest(name, [*known, *KEYS])
         return f"megatron-core has no field {name!r} in its configurations{near}."
@@ -203,7 +204,7 @@ def _why_not(name: str, known: Mapping[str, Any]) -> str | None:
     if name in OF_MODEL or name.startswith(OF_MODEL_BEGINNINGS):
         return f"{name} follows from the model's config.json. Remove it."
     if name in OF_BACKEND or name.startswith(OF_BACKEND_BEGINNINGS):
-        return f"{name} is chosen by the backend, whose numbers are checked for its choice. Remove it."
+        return f"{name} is set by the backend, which is tested only with its own choice. Remove it."
     return None
 
 

@@ -60,7 +60,7 @@ def engine_mistake(further: Mapping[str, Any], *, has_adapter: bool) -> str | No
     if chosen == LOCAL:
         reason = f"transformer_impl is {LOCAL}"
     elif has_adapter:
-        reason = "an adapter stands beside megatron-core's own layers"
+        reason = "an adapter is added to megatron-core's own layers"
     if reason is not None:
         return f"{asked[0]} needs layers of TransformerEngine, but {reason}. Remove it{as_there(asked[0])}."
     of_fp8 = [name for name in FP8_FIELDS if name in further]
@@ -75,7 +75,7 @@ def as_there(name: str) -> str:
 def _fp8_mistake(further: Mapping[str, Any], first: str) -> str | None:
     form, recipe = further.get("fp8"), further.get("fp8_recipe", "delayed")
     if form is None:
-        return f"{first} is of fp8. Write fp8: hybrid beside it, or remove it."
+        return f"{first} is of fp8. Also write fp8: hybrid, or remove it."
     if recipe not in RECIPES:
         return (
             f"with fp8, fp8_recipe must be one of {', '.join(RECIPES)}; it is {recipe!r}. (The default of "

@@ -104,8 +104,8 @@ class _Made:
         gc.collect()
         if self.alive:
             raise RuntimeError(
-                f"the models of one worker are cut alike: there is one by {self.sizes}, another wants {sizes}. Let go "
-                "of the trainer that has it, or give roles device groups of their own."
+                f"all models of one worker need the same parallel sizes: one has {self.sizes}, another has {sizes}. "
+                "Delete the trainer that has the first model, or give the roles separate device groups."
             )
         return False
 

@@ -172,12 +172,12 @@ def build_stages(
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
     for mistake in architecture_mistakes(hf.to_dict()):
-        raise ConfigError(f"backend: megatron cannot be this model: {mistake}. Write backend: fsdp.")
+        raise ConfigError(f"backend: megatron does not support this model: {mistake}. Write backend: fsdp.")
     is_known = tower is not None or hf.model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     if head == "value" and not is_known:
         raise ConfigError(
             f"transformers has no sequence classifier of {hf.model_type}, so no model of it with values can be written "
-            "or read. Take another model."
+            "or read. Use another model."
         )
     patches.apply()
     fields = model_fields(hf, settings, dtype=dtype, on_gpu=device.type == "cuda", has_adapter=has_adapter)

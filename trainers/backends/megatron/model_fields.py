@@ -97,8 +97,8 @@ def read_config(model: Any, fields: Mapping[str, Any], *, trust_remote_code: boo
                 setattr(config, name, fields[name])
         if fields := {name: value for name, value in fields.items() if name not in OF_HEADS}:
             raise ConfigError(
-                f"model_init_kwargs {sorted(fields)}: {config.model_type} also sees, and the backend megatron changes "
-                "nothing of its configuration. Change config.json, or remove them."
+                f"model_init_kwargs {sorted(fields)}: {config.model_type} is a vision model, and backend: megatron "
+                "cannot change its configuration. Change config.json, or remove them."
             )
         text.tie_word_embeddings = seeing_part(config).tie_word_embeddings  # which decides in transformers
         text.name_or_path = config.name_or_path

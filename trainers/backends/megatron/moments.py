@@ -51,7 +51,7 @@ class Kept:
         value = None
         if self.main is not None:
             value = self.main.detach() if name == MAIN else self.inner.state[self.main][name]
-            assert value.dtype == torch.float32, f"{name} is {value.dtype}, and would not come back as it was"
+            assert value.dtype == torch.float32, f"{name} is {value.dtype}, and would change when it is restored"
         if self.group is None:
             assert value is not None, "no other worker has it"
             return value.to("cpu", copy=True)

@@ -184,7 +184,8 @@ def setting_mistakes(settings: MegatronSettings) -> Iterator[str]:
     if "moe_act" in (modules or ()) and not settings.moe_grouped_gemm:
         yield "recompute_modules holds moe_act, which needs moe_grouped_gemm: true. Write that, or moe (the layer)."
     if settings.recompute_method == "block" and settings.recompute_num_layers is None:
-        yield "recompute_method block needs recompute_num_layers: so many layers of a stage are recomputed. Write it."
+        yield "recompute_method block needs recompute_num_layers, the number of layers per stage to recompute. Write "
+        "it."
     if settings.moe_layer_recompute and granularity == "full":
         yield "moe_layer_recompute is set, but recompute_granularity: full recomputes all of a layer. Remove one."
     if settings.overlap_param_gather and not (settings.use_distributed_optimizer and settings.overlap_grad_reduce):

@@ -137,7 +137,7 @@ def model_inputs(
         if wrong:
             raise ValueError(
                 f"the first token of a document cannot be a target (row {wrong[0]} of a "
-                f"micro-batch of {len(micro)}): set its target_mask to False"
+                f"micro-batch of {len(micro)}). Set its target_mask to False"
             )
     starts, longest = None, 0
     if position_ids_BT is not None:

@@ -33,7 +33,7 @@ class ShardedVocabulary(Vocabulary):
 
     def __post_init__(self) -> None:
         places = self.shard * dist.get_world_size(self.group)
-        assert self.size <= places, f"{self.size} columns have no room in {places}"
+        assert self.size <= places, f"{self.size} columns do not fit into {places}"
 
     @property
     def start(self) -> int:

@@ -52,7 +52,7 @@ def decide_engine(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     given.values["rollout_engine"] = choice.engine
     given.chosen["rollout_engine"] = choice.reason
     if choice.engine == "vllm" and given.values.pop("rollout_batch_size", None) is not None:
-        given.notes["rollout_batch_size"] = "rollout_engine: auto took vllm, which has vllm_max_num_seqs"
+        given.notes["rollout_batch_size"] = "rollout_engine: auto chose vllm, which has vllm_max_num_seqs"
 
 
 def translate_engine(given: GivenKeys) -> None:
@@ -137,7 +137,7 @@ def _teacher_keys(given: GivenKeys, *, is_off: bool) -> None:
     values = {name.removeprefix(TEACHER): (name, given.take(name)) for name in said}
     reason = None
     if "teacher_engine" not in given.known:
-        reason = "this trainer's teacher answers without vLLM"
+        reason = "this trainer's teacher does not use vLLM"
     elif is_off or values.get("use_vllm", ("", None))[1] is False:
         reason = "use_vllm is false"
     elif given.get("teacher_engine") == "hf":

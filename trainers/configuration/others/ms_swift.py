@@ -31,7 +31,7 @@ OTHER_PRODUCTS = {
         ("infer", "deploy", "app", "web-ui"),
         "it serves a model. Roles complete prompts here: device_groups give role rollout its own devices",
     ),
-    "export": "it converts a model. The folder final of a run is a Hugging Face model, its adapter merged",
+    "export": "it converts a model. The folder final of a run is a Hugging Face model with the adapter merged",
     "merge-lora": "it merges an adapter. The folder final of a run holds the model with its adapter merged",
     "eval": "it measures a model on benchmarks. eval_dataset measures the trained model on rows",
 }

@@ -53,7 +53,7 @@ FSDP2 = {  # ms-swift's swift/config/fsdp2.json
 EIGHT_BITS = ("fp8_format", "fp8_recipe", "fp8_param_gather")
 OF_DELAYED = ("fp8_amax_history_len", "fp8_amax_compute_algo")  # read by the recipe delayed alone
 OF_SPEED = {  # keys of Megatron's experts that change no number
-    "moe_grouped_gemm": "transformers chooses how experts are multiplied",
+    "moe_grouped_gemm": "transformers chooses the kernel of the experts",
     "moe_permute_fusion": "transformers permutes the tokens",
     "moe_shared_expert_overlap": "experts are computed one after the other",
 }
@@ -125,8 +125,8 @@ def _evaluation_steps(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
         given.put("max_eval_sequences", count * size, name)
         del given.values[name]
         given.notes[name] = (
-            f"each evaluation has the first {count * size} sequences, and none twice; one of ms-swift continues behind "
-            "the last one, and begins again where they end"
+            f"each evaluation has the first {count * size} sequences; an evaluation of ms-swift continues with the "
+            "next ones"
         )
 
 
@@ -186,7 +186,7 @@ def _without_megatron(given: GivenKeys) -> None:
     """
     if "megatron" not in given.known or given.get("backend") != "fsdp" or given.get("global_batch_size") is None:
         return
-    sizes = dict.fromkeys((key for key in SIZE_KEYS if key != VLLM_KEY), "fsdp lays weights in shards over all workers")
+    sizes = dict.fromkeys((key for key in SIZE_KEYS if key != VLLM_KEY), "fsdp shards weights over all workers")
     for name, note in (sizes | OF_SPEED).items():
         if type(value := given.get(name)) in (int, bool):
             del given.values[name]
@@ -249,10 +249,10 @@ def _optimizer(given: GivenKeys) -> None:
     if given.foreign(name) and "optimizer_offload" in given.known and given.get(name) is True:
         given.take(name)
         given.put("optimizer_offload", True, name)
-        given.notes[name] = "the optimizer's states wait in the memory of the host and compute on the device"
+        given.notes[name] = "the optimizer's states are in the memory of the host, and the device computes with them"
         fraction = given.take("optimizer_offload_fraction") if given.foreign("optimizer_offload_fraction") else 1
         if fraction not in (1, 1.0):
-            given.notes["optimizer_offload_fraction"] = "all states of the optimizer wait in the memory of the host"
+            given.notes["optimizer_offload_fraction"] = "all states of the optimizer are in the memory of the host"
     elif given.foreign("optimizer_offload_fraction"):
         given.take("optimizer_offload_fraction")  # read with optimizer_cpu_offload alone
     precisions = [key for key in PRECISIONS if given.foreign(key)]
@@ -316,7 +316,8 @@ def _checkpoints(given: GivenKeys) -> None:
         given.values.pop("early_stop_interval", None)
     if given.foreign("save_safetensors") and given.get("save_safetensors") is False:
         given.take("save_safetensors")
-        given.notes["save_safetensors"] = "a checkpoint has all that a run continues from, the folder final the model"
+        given.notes["save_safetensors"] = "a checkpoint has all that a resumed run needs; the folder final has the "
+        "model"
     if given.foreign("eval_iters") and given.get("eval_iters") == 0:
         given.take("eval_iters")
         for name in ("eval_dataset", "split_dataset_ratio", "eval_steps"):

@@ -77,7 +77,8 @@ def mean_as_there(given: GivenKeys, config_type: type, defaults: Mapping[str, An
     _scales(given)
     if given.get("dynamic_sample") is True and "dynamic_sample" in given.known:
         given.notes["max_resample_times"] = (
-            "after so many draws prompts rewarded alike fill the generation; ms-swift then takes its first draw whole"
+            "after this number of draws, prompts with equal rewards fill the generation; ms-swift then uses its "
+            "whole first draw"
         )
     if given.get("top_k") == -1:  # all tokens
         given.values["top_k"] = 0
@@ -86,6 +87,16 @@ def mean_as_there(given: GivenKeys, config_type: type, defaults: Mapping[str, An
     is_distillation = {"gkd_logits_topk", "max_prompt_length", "max_length"} <= set(given.known)
     if is_distillation and given.get("max_length") is not None and "max_prompt_length" not in given.values:
         given.put("max_prompt_length", given.get("max_length"), "max_length")
+    if is_distillation and _has_micro_batches(given, defaults):
+        given.notes["per_device_train_batch_size"] = (
+            "the loss is a mean over all tokens of a step; in ms-swift it is one per micro-batch, and then over these"
+        )
+
+
+def _has_micro_batches(given: GivenKeys, defaults: Mapping[str, Any]) -> bool:
+    """Whether a step has several micro-batches, of one worker or of several."""
+    steps = given.get("gradient_accumulation_steps", defaults.get("gradient_accumulation_steps"))
+    return steps != 1 or given.get("use_ray") is True or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _clipping(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
@@ -114,8 +125,8 @@ def _pairs(given: GivenKeys) -> None:
         given.values["bco_shift"], given.where["bco_shift"] = True, given.where["loss_type"]
         given.origins["bco_shift"] = "loss_type bco_pair"
         given.notes["loss_type"] = (
-            "bco_pair shifts rewards by their mean over optimizer steps; that of ms-swift counts each micro-batch, and "
-            "those of evaluations too"
+            "bco_pair shifts rewards by their mean over optimizer steps; ms-swift's mean counts each micro-batch, "
+            "also in evaluations"
         )
     if "ipo" in types and len(types) > 1:
         given.refuse(
@@ -221,7 +232,7 @@ def _routers(given: GivenKeys) -> None:
     kind = router.class_of(config)
     if kind is not None and router.lacks_loss(kind, config):
         given.take(name)
-        given.notes[name] = f"{kind.__name__} of transformers adds no such loss, in ms-swift neither"
+        given.notes[name] = f"{kind.__name__} of transformers adds no such loss, also not in ms-swift"
 
 
 def _positions(given: GivenKeys) -> None:

@@ -85,6 +85,7 @@ def translate(
     translate_tuner(given, defaults)
     _sharding(given)
     _micro_batches(given)
+    _engine_memory(given)
     _recomputation(given)
     _megatron(given, defaults)
     _evaluation(given, defaults)
@@ -138,11 +139,11 @@ def _attention(given: GivenKeys) -> None:
         if given.foreign(name) and "model_init_kwargs" in given.known:
             value = given.take(name)
             if given.get("backend") == "megatron":
-                given.notes[name] = "backend: megatron takes torch's fastest attention for the device and dtype"
+                given.notes[name] = "backend: megatron uses torch's fastest attention for the device and dtype"
                 continue
             meant = ATTENTION.get(value, value) if isinstance(value, str) else value
             if meant in PACKAGES and not is_installed(PACKAGES[meant]):
-                given.notes[name] = f"{PACKAGES[meant]} is not installed: torch's own FlashAttention kernel is taken"
+                given.notes[name] = f"{PACKAGES[meant]} is not installed: torch's own FlashAttention kernel is used"
                 meant = "sdpa"
             if meant not in ("auto", None):
                 given.put_inner("model_init_kwargs", "attn_implementation", meant, name)
@@ -240,6 +241,13 @@ def _micro_batches(given: GivenKeys) -> None:
     if name in given.known and given.get(name) == "auto":
         given.put("token_budget", "auto", name)
         del given.values[name]
+
+
+def _engine_memory(given: GivenKeys) -> None:
+    """``vllm_gpu_memory_utilization: auto``: null, by which the placement decides."""
+    name = "vllm_gpu_memory_utilization"
+    if name in given.known and given.get(name) == "auto":
+        given.values[name] = None
 
 
 def _recomputation(given: GivenKeys) -> None:
@@ -428,7 +436,7 @@ def _long_rows(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
             if {"center_rewards_coefficient", "sampler_type", "max_negative_samples"} & set(given.known)
             else "left"
         )
-        what = "are left out" if done == "delete" else "lose the beginning of their prompt"
+        what = "are left out" if done == "delete" else "are cut at the beginning of their prompt"
         instead = None if value in (done, None) else f"{done}: long rows {what}"
     elif isinstance(value, str) and value in modes:
         given.put("truncation_mode", modes[value][0], "truncation_strategy")

@@ -177,7 +177,7 @@ HINTS = {
     "logging_nan_inf_filter": _FINITE,
     "include_num_input_tokens_seen": "num_tokens is logged always",
     "eval_accumulation_steps": "evaluation keeps no logits",
-    "enable_jit_checkpoint": "SIGTERM finishes the step and saves, always",
+    "enable_jit_checkpoint": "SIGTERM always finishes the step and saves",
     "dataloader_multiprocessing_context": "rows are held in memory",
     "dataloader_in_order": _ORDER,
     "ddp_bucket_cap_mb": "DDP chooses its own buckets",
@@ -187,9 +187,9 @@ HINTS = {
     "cache_implementation": _CACHE,
     "use_transformers_continuous_batching": _CACHE,
     "use_transformers_paged": _CACHE,
-    "num_completions_to_print": "a few are shown; completions/*.parquet has all",
-    "log_unique_prompts": "a few are shown; completions/*.parquet has all",
-    "skip_memory_metrics": "memory of a GPU is no metric; rayhelper plan estimates it",
+    "num_completions_to_print": "a few are shown; completions/*.parquet has all of them",
+    "log_unique_prompts": "a few are shown; completions/*.parquet has all of them",
+    "skip_memory_metrics": "memory of a GPU is not a metric; rayhelper plan estimates it",
 }
 
 _HUB = "nothing is uploaded. Remove it, and upload output_dir/final yourself"
@@ -201,7 +201,7 @@ _FULL = "evaluation computes in dtype. Remove it"
 _LEARNED = "this trainer learns only from completions. Remove it"
 
 REFUSED = {
-    "optim_target_modules": "GaLore and APOLLO are not built. Remove it",
+    "optim_target_modules": "GaLore and APOLLO are not implemented. Remove it",
     "label_smoothing_factor": "labels are not smoothed. Remove it, or write 0",
     "bf16_full_eval": _FULL,
     "fp16_full_eval": _FULL,
@@ -220,7 +220,7 @@ REFUSED = {
     "disable_tqdm": "write env: {TQDM_DISABLE: 1}",
     "project": _TRACKIO,
     **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _TRACKIO),
-    "debug": "rayhelper stacks and prove look into a run. Remove it",
+    "debug": "rayhelper stacks and prove inspect a run. Remove it",
     "log_completions_hub_repo": _HUB,
     "eval_delay": "evaluation begins after eval_steps. Remove it",
     "eval_use_gather_object": _PREDICTIONS,
@@ -233,7 +233,7 @@ REFUSED = {
     **dict.fromkeys(("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_revision"), _HUB),
     **dict.fromkeys(("hub_strategy", "hub_always_push"), _HUB),
     "use_cpu": "write env: {CUDA_VISIBLE_DEVICES: ''}, or device: CPU in device_groups",
-    "accelerator_config": "there is no Accelerate underneath. Remove it",
+    "accelerator_config": "RayHelper does not use Accelerate. Remove it",
     "parallelism_config": "write backend: megatron with tensor_model_parallel_size and context_parallel_size, or the "
     "fsdp_* keys",
     "local_rank": "torchrun and Ray number their processes. Remove it",
@@ -251,11 +251,11 @@ REFUSED = {
     "Remove it",
     "completion_only_loss": _LEARNED,
     "assistant_only_loss": _LEARNED,
-    "truncation_mode": "long rows lose the beginning of their prompt. Remove it",
+    "truncation_mode": "long rows are cut at the beginning of their prompt. Remove it",
     "max_tool_calling_iterations": "this trainer calls no tools. Remove it",
     "num_generations": "this trainer draws one completion for each prompt. Write 1",
     "generation_batch_size": "completions are drawn for one step at a time. Remove it",
     "num_processes": "torchrun --nproc-per-node sets the number, or device_groups. Remove it",
     "num_machines": "torchrun --nnodes sets the number, or device_groups. Remove it",
-    "config_file": "there is no Accelerate underneath. Write the fsdp_* keys, or accelerate_config: fsdp2",
+    "config_file": "RayHelper does not use Accelerate. Write the fsdp_* keys, or accelerate_config: fsdp2",
 }

@@ -48,7 +48,7 @@ SAME_NUMBERS = {  # keys of fsdp_config that are of memory or speed alone, and w
     **dict.fromkeys(
         ("backward_prefetch", "forward_prefetch", "limit_all_gathers"), "FSDP2 gathers weights ahead itself"
     ),
-    "state_dict_type": "a checkpoint has all that a run continues from, the folder final the whole model",
+    "state_dict_type": "a checkpoint has all that a resumed run needs; the folder final has the whole model",
     "transformer_layer_cls_to_wrap": "each layer of the model is a unit of FSDP2",
     "activation_cpu_offload": "activations stay on the device; gradient_checkpointing recomputes them",
 }
@@ -136,7 +136,7 @@ def _rows(given: GivenKeys) -> None:
         source = {"datasets": listed} if size is None else {"datasets": listed, "test_split_size": size}
         given.put("dataset", source, "datasets")
         if name is not None:
-            given.notes["dataset_name"] = "datasets says which rows there are"
+            given.notes["dataset_name"] = "datasets sets the rows"
     elif size is not None:
         given.refuse("test_split_size", "test_split_size divides the rows of datasets, which is not given")
     elif name is not None:
@@ -156,7 +156,7 @@ def mixture_mistake(listed: Any) -> str | None:
                 return f"datasets: {one['path']} has {key}, but only {', '.join(MIXTURE_KEYS)} are read"
     shares = [one.get("fraction") for one in listed]
     if any(share is not None for share in shares) and any(share is None for share in shares):
-        return "datasets: fraction is given for some. Give it for all, or for none"
+        return "datasets: fraction is given for only some. Give it for all, or for none"
     return None
 
 
@@ -293,8 +293,8 @@ def _model(given: GivenKeys) -> None:
         elif value is not None:
             given.refuse(
                 "chat_template_path",
-                f"chat_template_path: {value!r} is no .jinja file and no folder with chat_template.jinja. Write the "
-                "file as chat_template",
+                f"chat_template_path: {value!r} is neither a .jinja file nor a folder with chat_template.jinja. "
+                "Write the file as chat_template",
             )
     if given.foreign("data_seed") and given.get("data_seed") is None:
         given.take("data_seed")

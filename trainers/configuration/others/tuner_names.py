@@ -88,10 +88,10 @@ def translate_tuner(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
 
 
 def _whole_tower(given: GivenKeys) -> None:
-    """ms-swift's lora_llm: vision tower and aligner learn themselves beside an adapter of the language model."""
+    """ms-swift's lora_llm: all weights of vision tower and aligner, and an adapter of the language model."""
     for name in [name for name in ("freeze_vit", "freeze_aligner", "freeze_llm") if name in given.values]:
         given.take(name)
-        given.notes[name] = f"tuner_type is {OF_LANGUAGE}: vision tower and aligner learn themselves"
+        given.notes[name] = f"tuner_type is {OF_LANGUAGE}: all weights of vision tower and aligner are trained"
     if given.get("backend") != "megatron" and given.get("lora_dropout", 0.0) != 0.0:
         given.take("lora_dropout")
         given.notes["lora_dropout"] = f"tuner_type is {OF_LANGUAGE}, which does not read it"
@@ -173,7 +173,7 @@ def _quantization(given: GivenKeys, *, is_ms_swift: bool) -> None:
             "Write quant_method: bnb, quant_bits: 4 or 8, and remove the keys of other methods",
         )
     elif method is None and bits is not None:
-        given.notes["quant_bits"] = "without quant_method nothing is quantized, in ms-swift neither"
+        given.notes["quant_bits"] = "without quant_method nothing is quantized, also in ms-swift"
     elif method is not None and bits not in BITS:
         given.refuse("quant_method", f"quant_method bnb needs quant_bits: 4 or 8, got {bits}")
     elif method is not None:
@@ -202,6 +202,6 @@ def _engine_beside_quantized(given: GivenKeys, *, is_ms_swift: bool) -> None:
     if is_ms_swift and quantizes and name in given.known and given.get(name) is True:
         given.take(name)
         given.notes[name] = (
-            "weights are quantized, and the engine gets the values they are computed with, the adapter merged; the "
-            "engine of ms-swift has the adapter beside weights that are not quantized"
+            "the engine gets the dequantized weights with the adapter merged; ms-swift's engine has unquantized "
+            "weights and a separate adapter"
         )

@@ -177,7 +177,7 @@ def given_keys(
             continue
         if (name, *inner) in spoken and (inner or given.values.get(name) != _raw(values, inner)):
             other = spoken[name, *inner]
-            what = f"{first} is given twice" if other == first else f"{first} and {other} say the same thing"
+            what = f"{first} is given twice" if other == first else f"{first} and {other} set the same value"
             given.mistakes.append(f"{COMMAND_LINE}: {what}; give one of them")
         spoken[name, *inner] = first
         given.values[name] = _put(given.values.get(name), inner, _raw(values, inner))
@@ -217,7 +217,7 @@ def _options(argv: Sequence[str], given: GivenKeys) -> Options:
             path = [part.replace("-", "_") for part in match[1].split(".")]
             options.append((path, [] if match[2] is None else [match[2]]))
         elif re.match(r"--[A-Za-z_]", argument):
-            given.mistakes.append(f"{COMMAND_LINE}: {argument!r} is no option; write --key value")
+            given.mistakes.append(f"{COMMAND_LINE}: {argument!r} is not an option; write --key value")
         elif options:
             options[-1][1].append(argument)
         else:
@@ -324,14 +324,14 @@ def _unknown(name: str, value: Any, given: GivenKeys, is_in_section: bool) -> st
     """What to tell of a key that nobody knows."""
     meant = ALIASES.get(name)
     if meant is not None:
-        return f"{name} is another name of {meant}, which is no key of this trainer; remove it"
+        return f"{name} is another name of {meant}, which is not a key of this trainer; remove it"
     names = [*given.known, *ALIASES, *(SECTION_KEYS if is_in_section else ())]
     near = nearest(name, names) or nearest(name, [*NEUTRAL, *HINTS, *REFUSED, *TRANSLATED])
     if isinstance(value, Mapping) and {"device_mapping", "strategy_args", "model_args"} & value.keys():
         sizes = ", ".join(SIZE_KEYS)
         return (
-            f"{name} is a section of ROLL; here the section of a role sets its number of devices ({sizes}). rayhelper "
-            "translate FILE --from roll writes such a file in our keys"
+            f"{name} is a section of ROLL; here the section of a role sets its number of devices ({sizes}). "
+            "rayhelper translate FILE --from roll writes such a file in RayHelper's keys"
         )
     if isinstance(value, Mapping):
         size = next((hint for key in value if (hint := nearest(str(key), SIZE_KEYS))), "")

@@ -61,8 +61,8 @@ def lift_sections(given: GivenKeys, spoken: Mapping[tuple[str, ...], str]) -> di
         twice = [name for name in twice if _is_spoken(name, spoken)]
     if has_groups and twice:
         given.mistakes.append(
-            f"{given.where[twice[0]] if not is_replaced else COMMAND_LINE}: device_groups and {', '.join(twice)} both "
-            "say where roles run; move everything into device_groups"
+            f"{given.where[twice[0]] if not is_replaced else COMMAND_LINE}: device_groups and {', '.join(twice)} "
+            "both set where roles run; move everything into device_groups"
         )
     for name in sections:
         del given.values[name]
@@ -165,7 +165,7 @@ def _disagreement(
     if not readers and not is_shared and name_of_role != main_role(given.roles):
         return f"section {section!r} has {key}, which role {section} does not read. Move it to the top level."
     if name in said and said[name][0] == section:
-        return f"section {section!r} says {name} twice, as {said[name][1]} and {key}. Remove one of them"
+        return f"section {section!r} sets {name} twice, as {said[name][1]} and {key}. Remove one of them"
     if name in said and plain(said[name][2]) != plain(value):
         return (
             f"sections {said[name][0]!r} and {section!r} disagree on {key} ({said[name][2]} and {value}), which has "

@@ -83,6 +83,6 @@ def _is_masked(value: Any) -> bool:
 def _unmasked(env: Mapping[str, Any]) -> dict[str, Any]:
     if lacking := [str(name) for name, value in env.items() if _is_masked(value) and name not in os.environ]:
         raise ConfigError(
-            f"env: {', '.join(lacking)} was masked as the file was written. Set it in the shell, or write its value."
+            f"env: {', '.join(lacking)} was masked when the file was written. Set it in the shell, or write its value."
         )
     return {name: os.environ[name] if _is_masked(value) else value for name, value in env.items()}

@@ -61,8 +61,8 @@ def placed(
     if not spoken:
         for kind in kinds:
             raise ValueError(
-                f"the row has {len(columns[kind])} {kind}s and no conversation that says where they stand: its text is "
-                "no list of messages. Write messages, or set system: '' to make conversations of texts"
+                f"the row has {len(columns[kind])} {kind}s, but no messages that give them a place: its text is not "
+                "a list of messages. Write messages, or set system: '' to make conversations of texts"
             )
         return dict(row), ()
     turns = {name: [dict(message) for message in row[name]] for name in spoken}
@@ -111,7 +111,7 @@ def picture_mistake(
         for token in tokens:
             if any(token in text for text in _texts(row.get(name))):
                 kind = "sound" if "audio" in token.lower() else "picture"
-                return name, f"a text holds {token!r}, which stands for a part of a {kind}"
+                return name, f"a text holds {token!r}, which is reserved for a part of a {kind}"
     column = next((name for name in COLUMNS if row.get(name)), None)
     told = column or next((name for name in CONVERSATIONS if isinstance(row.get(name), list)), "images")
     try:

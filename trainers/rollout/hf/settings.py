@@ -17,7 +17,7 @@ from trainers.rollout.hf.biases import logit_bias_of
 # Fields of GenerationConfig that may not be given, and why
 _TAKEN = {
     "it is set by a key of the trainer": ["max_new_tokens", "max_length", "do_sample", "pad_token_id"],
-    "model and tokenizer say it; write further ones as the key stop_token_ids": ["eos_token_id"],
+    "model and tokenizer set it; write further ones as the key stop_token_ids": ["eos_token_id"],
     "a prompt has one completion, drawn token by token": [
         *["num_beams", "num_return_sequences", "prompt_lookup_num_tokens", "assistant_early_exit", "is_assistant"],
         *[
@@ -30,11 +30,12 @@ _TAKEN = {
             "use_cache",
         ],
     ],
-    "log-probabilities are taken as the model runs, which must not be compiled": ["disable_compile", "compile_config"],
-    "a completion ends with a token: write its id as the key stop_token_ids": ["stop_strings"],
-    "tokens are drawn by the seeds of their prompts, behind which a watermark would do nothing": [
-        "watermarking_config"
+    "the engine reads log-probabilities from the running model, which must not be compiled": [
+        "disable_compile",
+        "compile_config",
     ],
+    "a completion ends with a token: write its id as the key stop_token_ids": ["stop_strings"],
+    "tokens are drawn by the seeds of their prompts, so a watermark would have no effect": ["watermarking_config"],
 }
 
 
@@ -61,7 +62,9 @@ def keys_of_sampling(key: str, beside: Collection[str] | None = None) -> dict[st
     """Why fields of ``Sampling`` may not be given in ``key``; ``beside`` as above."""
     names = [field.name for field in dataclasses.fields(Sampling)]
     return {
-        name: f"write the key {name} beside {key}" if beside is None or name in beside else "this trainer has it not"
+        name: f"write the key {name} in addition to {key}"
+        if beside is None or name in beside
+        else "this trainer has it not"
         for name in names
     }
 

@@ -73,7 +73,7 @@ class Core:
         scale = 1.0 / temperature
         if scale == self._scale:
             return
-        assert not is_running, "what runs at one time has one temperature"
+        assert not is_running, "all running requests must have one temperature"
         with uninterrupted():
             self.engine.apply_model(partial(scale_logits, scale))
         self._scale = scale

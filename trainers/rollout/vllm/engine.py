@@ -276,7 +276,7 @@ class VllmEngine:
         """
         if k > self.max_logprobs:
             raise ConfigError(
-                f"the top {k} tokens were asked for, but the engine's max_logprobs is {self.max_logprobs}"
+                f"the top {k} tokens were requested, but the engine's max_logprobs is {self.max_logprobs}"
             )
         return self._scored(sequences, k, temperature)
 
@@ -328,7 +328,7 @@ class VllmEngine:
         What was cached of prompts is of no use to any that starts later. ``part``: what is not given stays as it is.
         ``version``: of the policy that they are; None: one more than before.
         """
-        assert self._has_weights or not part, "sleep level 2 dropped the others"
+        assert self._has_weights or not part, "sleep level 2 dropped the other tensors"
         named_weights = self._noting(named_weights)
         if self.lora_rank:
             self.core.adapter = put_adapter(self.engine, self.lora_rank, named_weights)
@@ -390,9 +390,9 @@ class VllmEngine:
 
     def _check_awake(self) -> None:
         if self._is_asleep:
-            raise RuntimeError("the engine sleeps: wake('weights') and wake('kv_cache') come first")
+            raise RuntimeError("the engine sleeps: call wake('weights') and wake('kv_cache') first")
         if not self._has_weights:
-            raise RuntimeError("sleep level 2 dropped the engine's weights: load_weights comes first")
+            raise RuntimeError("sleep level 2 dropped the engine's weights: call load_weights first")
 
     def _next_version(self) -> int:
         """Of the weights that drew what the next step gives out."""

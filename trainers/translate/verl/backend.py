@@ -51,14 +51,16 @@ def _megatron(theirs: Theirs, ours: Ours) -> None:
         if (value := theirs.take(f"{MEGATRON}.{name}")) is not None:
             ours.say(name, value, theirs, f"{MEGATRON}.{name}")
         if (other := theirs.values.get(f"{REF}.megatron.{name}", value)) not in (value, 1, None):
-            ours.without[f"{REF}.megatron.{name}"] = f"the reference lies as the policy does ({other} there)"
+            ours.without[f"{REF}.megatron.{name}"] = f"the reference is placed like the policy ({other} there)"
         theirs.taken.add(f"{REF}.megatron.{name}")
     for name in ("param_offload", "grad_offload", "optimizer_offload", "use_distributed_optimizer"):
         if (value := theirs.take(f"{MEGATRON}.{name}")) is not None:
             ours.say(name, value, theirs, f"{MEGATRON}.{name}")
     if f"{MEGATRON}.sequence_parallel" in theirs:
         theirs.take(f"{MEGATRON}.sequence_parallel")
-        ours.without[f"{MEGATRON}.sequence_parallel"] = "theirs is not read: it is on with tensor parallelism, as here"
+        ours.without[f"{MEGATRON}.sequence_parallel"] = (
+            f"{theirs.system} does not read it: it is on with tensor parallelism"
+        )
     if (seed := theirs.take(f"{MEGATRON}.seed")) is not None:
         ours.say("seed", seed, theirs, f"{MEGATRON}.seed")
     fields = theirs.below(TRANSFORMER)
@@ -76,7 +78,7 @@ def _megatron(theirs: Theirs, ours: Ours) -> None:
         ours.say("gradient_checkpointing", True, theirs, checkpoints)
     for name in ("moe_token_dispatcher_type", "moe_grouped_gemm"):
         if fields.get(name) == "flex":
-            ours.without[f"{TRANSFORMER}{name}"] = "flex needs TransformerEngine and DeepEP; tokens go by alltoall"
+            ours.without[f"{TRANSFORMER}{name}"] = "flex needs TransformerEngine and DeepEP; alltoall sends the tokens"
             del fields[name]
         elif name in fields:
             ours.say(name, fields.pop(name), theirs, f"{TRANSFORMER}{name}")

@@ -12,7 +12,7 @@ def engine(theirs: Theirs, ours: Ours) -> None:
     if name not in ("vllm", "sglang", "trtllm", "hf"):
         ours.refuse(f"{ROLLOUT}.name", f"{name!r} is no engine that is known here (vllm, hf)")
         return
-    note = "" if name in ("vllm", "hf") else f"{name} is not built; vLLM completes instead"
+    note = "" if name in ("vllm", "hf") else f"{name} is not implemented; vLLM completes instead"
     if "data.video_key" in theirs and name != "hf":
         name, note = "hf", f"{name} takes no videos here. The policy completes prompts itself"
     ours.say("rollout_engine", "hf" if name == "hf" else "vllm", theirs, f"{ROLLOUT}.name", note=note)

@@ -24,7 +24,9 @@ def advantages(theirs: Theirs, ours: Ours, estimator: str) -> None:
     if estimator == "grpo":
         ours.say("scale_rewards", "group" if scales else "none", theirs, "algorithm.norm_adv_by_std_in_grpo")
         if scales:
-            ours.without["the floor of deviations"] = "rewards are divided by their deviation + 1e-4; theirs adds 1e-6"
+            ours.without["the floor of deviations"] = (
+                f"rewards are divided by their deviation + 1e-4; {theirs.system} adds 1e-6"
+            )
     ours.drop(theirs, ["algorithm.gamma", "algorithm.lam"], "GRPO discounts nothing")
     fixed_kl(theirs, ours)
     in_loss, in_reward = theirs.take(f"{ACTOR}.use_kl_loss"), theirs.take("algorithm.use_kl_in_reward")
@@ -77,7 +79,9 @@ def loss(theirs: Theirs, ours: Ours) -> None:
     elif how not in AGGREGATIONS:
         ours.refuse(f"{ACTOR}.loss_agg_mode", f"{how} is not built (known: {', '.join(AGGREGATIONS)})")
     else:
-        note = "theirs is not divided by the number of sequences" if how == "seq-mean-token-sum-norm" else ""
+        note = (
+            f"{theirs.system} does not divide it by the number of sequences" if how == "seq-mean-token-sum-norm" else ""
+        )
         ours.say("loss_type", AGGREGATIONS[how], theirs, f"{ACTOR}.loss_agg_mode", note=note)
     if mode == "gspo":
         ours.say("importance_sampling_level", "sequence_token", theirs, f"{ACTOR}.policy_loss.loss_mode")

@@ -15,13 +15,16 @@ from trainers.translate.verl import grpo, ppo
 from trainers.translate.verl.backend import backend
 from trainers.translate.verl.engine import engine
 from trainers.translate.verl.images import columns
-from trainers.translate.verl.names import ACTOR, DIVIDED, ESTIMATORS, MODEL, REFUSED, ROLLOUT, WITHOUT
+from trainers.translate.verl.names import ACTOR, DIVIDED, ESTIMATORS, MODEL, REFUSED, RENAMED, ROLLOUT, WITHOUT
 from trainers.translate.verl.rewards import rewards
 from trainers.translate.verl.schedule import optimizer, run
 
 
 def translate(theirs: Theirs, ours: Ours) -> None:
     """Fills ``ours`` from the keys of verl."""
+    theirs.rename(RENAMED)
+    if (chosen := theirs.take("model_engine")) not in (None, "dp"):
+        theirs.put(f"{ACTOR}.strategy", chosen, "model_engine")
     estimator = theirs.take("algorithm.adv_estimator")
     if estimator == "gae":
         ours.trainer = "ppo"
@@ -133,7 +136,7 @@ def _placement(theirs: Theirs, ours: Ours) -> None:
     if is_vllm and tensor > 1:
         ours.say("vllm_tensor_parallel_size", tensor, theirs, f"{ROLLOUT}.tensor_model_parallel_size")
         ours.say("train", {"gpus": nodes * each}, theirs, "trainer.nnodes", "trainer.n_gpus_per_node")
-        note = "processes of its own on the devices of train: an engine lies on several workers"
+        note = "separate processes on the devices of train: an engine uses several workers"
         ours.add("rollout", {"gpus": nodes * each, "shares_devices_with": "train"}, note)
     else:
         ours.add("colocate_groups", [["train", "rollout"]], "policy and engine share their workers, as in verl")

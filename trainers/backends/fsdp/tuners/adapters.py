@@ -147,7 +147,7 @@ def spelled_out(module: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     if leaves_out:
         logger.info(
             "lora_target_modules: all-linear leaves out the experts and layers of their names, as peft has no dropout "
-            "for them. With lora_dropout: 0 they get an adapter too"
+            "for them. With lora_dropout: 0 they also get an adapter"
         )
     others = [name for name in ([] if isinstance(targets, str) else targets or ()) if name != ALL_LINEAR]
     found = _linear_layers(module)
@@ -569,7 +569,7 @@ def load_adapter(adapted: Any, folder: Path, ranks: Ranks | None = None) -> None
     file = folder / "adapter_model.safetensors"
     if not file.is_file():
         raise FileNotFoundError(
-            f"{folder} holds no adapter_model.safetensors, so it is no checkpoint of a LoRA run or of another tuner"
+            f"{folder} holds no adapter_model.safetensors, so it is not a checkpoint of a LoRA run or of another tuner"
         )
     given = {name: weight for name, weight in load_file(file).items() if not name.startswith(SHARED_BY_PEFT)}
     own = {
@@ -579,7 +579,7 @@ def load_adapter(adapted: Any, folder: Path, ranks: Ranks | None = None) -> None
     }
     if own.keys() != given.keys():
         odd = sorted(own.keys() ^ given.keys())[:3]
-        raise ValueError(f"the adapter in {folder} has other weights than this model's, among them {odd}")
+        raise ValueError(f"the adapter in {folder} has other weights than this model, among them {odd}")
     with torch.no_grad():
         for name, weight in own.items():
             weight.copy_(as_placed(given[name], weight).to(weight))

@@ -72,7 +72,7 @@ def why_none(capability: tuple[int, int]) -> str | None:
     first, last = WRONG_ON_HOPPER
     if capability[0] == 9 and first <= version < last and importlib.util.find_spec("tilelang") is None:
         return (
-            f"Triton {triton.__version__} is wrong on this GPU in the backward pass of flash-linear-attention. Install "
-            "Triton 3.7.1 or later, or tilelang."
+            f"Triton {triton.__version__} computes wrong numbers on this GPU in the backward pass of "
+            "flash-linear-attention. Install Triton 3.7.1 or later, or tilelang."
         )
     return None

@@ -1,0 +1,1 @@
+"""Learning curves of a real model on GSM8K, with test accuracy: ``python -m benchmarks.real.learning``."""

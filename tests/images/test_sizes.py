@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.tiny.vision import png, save_vision
 from tests.golden.tiny import save_tiny
@@ -98,6 +100,7 @@ def test_driver_and_worker_make_pictures_of_one_size(model: str) -> None:
         text, _ = reader.expanded(reader.processor.image_token, (shown,))
         counts.append(text.count(reader.processor.image_token))
         vision = object.__new__(Vision)
+        vision.module = SimpleNamespace(dtype=torch.float32)
         vision.processors = Processors(model, False, *vision_settings(config, trains=False).values())
         patches = vision._processed((shown,))["image_grid_thw"].prod()
         assert int(patches) == 4 * counts[-1]  # a token is 2 x 2 patches
@@ -106,7 +109,7 @@ def test_driver_and_worker_make_pictures_of_one_size(model: str) -> None:
 
 def test_an_argument_that_no_processor_takes_is_refused(model: str) -> None:
     config = config_of(model, "--image_processor_kwargs", '{"most_pixels": 64}')
-    with pytest.raises(Exception, match="most_pixels is no argument"):
+    with pytest.raises(Exception, match="most_pixels is not an argument"):
         image_reader(config, *load_model_and_tokenizer(config))
 
 

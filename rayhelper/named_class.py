@@ -40,9 +40,14 @@ def class_named(target: str) -> type:
     return found
 
 
-def _of_name(name: str, qualname: str) -> ModuleType:
+def search_current_folder() -> None:
+    """Put the current folder on ``sys.path``, as ``python -m`` does; a console command does not."""
     if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.insert(0, str(Path.cwd()))
+
+
+def _of_name(name: str, qualname: str) -> ModuleType:
+    search_current_folder()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -259,7 +259,9 @@ def _trained(trainer: Any, config: Any) -> dict[str, float]:
     except Stopped:
         raise
     except SystemExit as error:
-        raise RuntimeError(f"something in the run called sys.exit({error.code!r}); see where above") from error
+        raise RuntimeError(
+            f"something in the run called sys.exit({error.code!r}); the lines above show where"
+        ) from error
 
 
 def _num_processes() -> int:

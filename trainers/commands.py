@@ -198,7 +198,7 @@ def checked_configuration(trainer: type, name: str) -> type[RunConfig]:
     keys = [key for key, hint in hints.items() if "ClassVar" not in str(hint)]
     if keys and "__dataclass_params__" not in vars(config_type):  # only a base of it is one
         raise ConfigError(
-            f"{config_type.__name__} says {', '.join(keys)}, which RayHelper would ignore. Write "
+            f"{config_type.__name__} sets {', '.join(keys)}, which RayHelper would ignore. Write "
             "@dataclass(frozen=True, kw_only=True) above the class."
         )
     check_declared(config_type.ROLES, trainer)

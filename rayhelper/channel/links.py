@@ -99,7 +99,7 @@ class Link:
         except OSError as error:
             raise ChannelError(
                 f"{self.where()}: cannot reach the driver at {driver[0]}:{driver[1]} ({error}). "
-                "Either the channel was closed there, or this machine knows the driver by another address: "
+                "Either the channel was closed there, or this machine reaches the driver at another address: "
                 "Channel(..., host='ADDRESS'). Under torchrun all nodes must have the same RAYHELPER_KEY."
             ) from error
         self.lines = Lines(watch, terms.timeout_s, self.where)

@@ -93,7 +93,7 @@ def send(link: Link, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Recei
 def _send_buckets(link: Link, items: Iterable[tuple[str, torch.Tensor]]) -> Receipt:
     lines, transport, device = link.lines, link.transport, link.device
     assert transport is not None, "a transport was agreed on"
-    assert device is not None, "the first tensor was looked at"
+    assert device is not None, "the first tensor has been examined"
     tally, num_sent = Tally(link.transport_name), 0
 
     def empty_bucket() -> torch.Tensor:

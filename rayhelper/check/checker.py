@@ -27,7 +27,7 @@ from rayhelper.check.reading.source import Lineage, lineage_of_class, lineage_of
 from rayhelper.device_groups import DeviceGroups
 from rayhelper.device_groups.keys import PLACING_KEYS, TOP_KEYS
 from rayhelper.errors import ConfigError, DecorationError, RayHelperError
-from rayhelper.named_class import is_file, module_of_file
+from rayhelper.named_class import is_file, module_of_file, search_current_folder
 from rayhelper.planning.refusals import refusals
 from rayhelper.planning.role_kinds import default_hosts
 from rayhelper.text import parse_text
@@ -132,6 +132,8 @@ def _findings_of_target(target: str, groups: DeviceGroups | None) -> list[Findin
         raise LookupError(f"{target!r} names no class. Write module:Class, or path/to/file.py:Class.")
     if is_file(name):
         name = module_of_file(Path(name).expanduser())
+    else:
+        search_current_folder()
     module, sources = _module(name), Sources()
     if bodies.initialized_on_import(module):  # importing it would start workers
         return _apply(_checkable(_flow(lineage_of_source(module, qualname), sources, groups), target))

@@ -109,7 +109,7 @@ def _lowest_free(
             break
     if len(found) < group.size:
         raise ConfigError(
-            f"group {group.name!r} asks for {group.size} {group.device}, but of the {limit} ranks of "
+            f"group {group.name!r} asks for {group.size} {group.device}. Of the {limit} ranks of "
             f"nproc_per_node x nnodes {len(found)} are left for it. Make nnodes larger, or request fewer ranks."
         )
     return tuple(found)

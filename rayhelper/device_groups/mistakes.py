@@ -35,7 +35,7 @@ def check_count(what: str, value: Any, remedy: str, most: int | None = None) -> 
     if type(value) is not int or value < 1:
         raise ConfigError(f"{what} must be a positive whole number, got {shown(value)}. {remedy}")
     if most is not None and value > most:
-        raise ConfigError(f"{what} is {shown(value)}, more than {most:,}. Ask for fewer.")
+        raise ConfigError(f"{what} is {shown(value)}, more than {most:,}. Request fewer.")
     return value
 
 

@@ -83,7 +83,7 @@ def _on_groups(
     if host in partners.get(group.name, ()):
         mistakes.note(
             f"section {group.name!r} shares devices with {host!r}, with which it is colocated: one process has both "
-            f"roles. Remove {SHARE_KEY}, or take one out of colocate_groups."
+            f"roles. Remove {SHARE_KEY}, or remove one from colocate_groups."
         )
         return None
     return replace(group, shares_devices_with="+".join(partners.get(host, (host,))))
@@ -157,17 +157,17 @@ def _joined(members: Sequence[DeviceGroup | None], mistakes: Mistakes) -> Device
         if (first.device, first.size) != (member.device, member.size):
             mistakes.note(
                 f"{pair} have different sizes: {first.size} {first.device} and {member.size} {member.device}. "
-                "They share processes: give them the same number, or take one out of colocate_groups."
+                "They share processes: give them the same number, or remove one from colocate_groups."
             )
         elif first.gpus_per_worker != member.gpus_per_worker:
             mistakes.note(
                 f"{pair} have gpus_per_worker {first.gpus_per_worker} and {member.gpus_per_worker}. "
-                "They share processes: give them the same gpus_per_worker, or take one out of colocate_groups."
+                "They share processes: give them the same gpus_per_worker, or remove one from colocate_groups."
             )
         elif first.shares_devices_with != member.shares_devices_with:
             mistakes.note(
                 f"{pair} have {SHARE_KEY} {first.shares_devices_with} and {member.shares_devices_with}. They share "
-                "processes: write the same in both sections, or take one out of colocate_groups."
+                "processes: write the same in both sections, or remove one from colocate_groups."
             )
         for key, unset in SHARED_OPTIONS.items():
             value = getattr(member, key)

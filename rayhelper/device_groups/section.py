@@ -40,8 +40,8 @@ def roles_of(where: str, workers: Any) -> tuple[str, ...]:
             raise ConfigError(f"{where} hosts the role 'driver', which always is the driver itself. Remove it there.")
         if role == OWN:
             raise ConfigError(
-                f"{where} hosts the role 'own', which stands for the role of the class that inherits a method. Name "
-                "that role."
+                f"{where} hosts the role 'own', which is a placeholder for the role of the class that inherits a "
+                "method. Name that role."
             )
         if roles.count(role) > 1:
             raise ConfigError(f"workers of {where} names role {role!r} twice. Remove one of them.")

@@ -139,7 +139,7 @@ def workers_by_node(group: DeviceGroup, nproc_per_node: int | None) -> Counter[i
         if first // nproc_per_node != last // nproc_per_node:
             raise PlacementError(
                 f"worker {start // width} of group {group.name!r} needs {width} {group.device} of one node. With "
-                f"{nproc_per_node} per node, its ranks {first} to {last} lie on two nodes. Set nproc_per_node in "
+                f"{nproc_per_node} per node, its ranks {first} to {last} are on two nodes. Set nproc_per_node in "
                 f"device_groups to a multiple of {width}, or choose other ranks."
             )
         workers[first // nproc_per_node] += 1

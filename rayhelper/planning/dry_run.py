@@ -133,7 +133,7 @@ def make_plan(
     if gpus_per_node is None:
         gpus_per_node = groups.nproc_per_node or DEFAULT_GPUS_PER_NODE
         if groups.nproc_per_node is None:
-            findings.assume(f"{gpus_per_node} GPUs a node")
+            findings.assume(f"{gpus_per_node} GPUs per node")
     nproc_per_node = groups.nproc_per_node or (None if groups.nnodes == 1 else gpus_per_node)
     layout = _layout(groups, nproc_per_node, findings)
     asked = demands(groups, layout)
@@ -243,7 +243,7 @@ def _check_fit(asked: Mapping[int, Demand], num_nodes: int, gpus_per_node: int, 
         findings.mistakes.note(
             f"the groups are on {len(asked)} nodes ({used} accelerators), and the cluster has {num_nodes} nodes x "
             f"{gpus_per_node} = {num_nodes * gpus_per_node} accelerators. Add {missing} "
-            f"{'node' if missing == 1 else 'nodes'}, or ask for "
+            f"{'node' if missing == 1 else 'nodes'}, or request "
             + (
                 f"{used - num_nodes * gpus_per_node} accelerators fewer."
                 if used > num_nodes * gpus_per_node

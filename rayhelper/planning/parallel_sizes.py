@@ -168,7 +168,7 @@ def _shape_mistakes(where: str, sizes: ParallelSizes, settings: Mapping[str, Any
         if ep > 1:
             yield (
                 f"{EXPERT_KEY} {ep} of {where} divides experts, but the model has none. Remove it: a dense model "
-                "cannot be beside experts that are divided."
+                "cannot share workers with divided experts."
             )
         return
     if shape.num_experts % ep:

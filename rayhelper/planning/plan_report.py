@@ -87,7 +87,7 @@ def as_lines(made: Plan) -> Iterator[str]:
     if findings.assumed:
         yield f"assumed: {'; '.join(findings.assumed)}"
     if any(planned.peak_bytes is not None for planned in made.groups):
-        yield f"memory is an estimate, of the fullest GPU; runtime is {_gib(RUNTIME_BYTES)} GiB reserved per process"
+        yield f"memory is an estimate for the fullest GPU; runtime is {_gib(RUNTIME_BYTES)} GiB reserved per process"
     yield from _numbered("warning", findings.warnings)
     yield from _numbered("mistake", [str(mistake) for mistake in findings.mistakes])
     if made.is_partial:

@@ -164,8 +164,9 @@ def _ambient(case: Case) -> Iterator[Cause]:
         if name in one and name in other and one[name] != other[name]:
             yield Cause(
                 "ambient state",
-                f"ambient state: {name} is {one[name]} in one run and {other[name]} in the other. A role or the driver "
-                "sets it where the other does not see it. Set it in main, before the object is constructed",
+                f"ambient state: {name} is {one[name]} in one run and {other[name]} in the other. A role or the "
+                "driver sets it, and the other process keeps its own value. Set it in main, before the object is "
+                "constructed",
             )
 
 
@@ -186,7 +187,7 @@ def _changed_in_place(calls: Iterable[Seen]) -> Iterator[Cause]:
                     yield Cause(
                         "argument changed in place",
                         f"an argument that was changed in place: {seen.title} changes its argument "
-                        f"{note.changed[0]!r}. With Ray off and in process, others see the change. On separate "
+                        f"{note.changed[0]!r}. With Ray off and in process, others get the change. On separate "
                         "workers they do not, and under torchrun only some processes do. Change a copy, and return it",
                     )
 
@@ -413,7 +414,7 @@ def _shared(case: Case) -> Iterator[Cause]:
             yield Cause(
                 "value changed in place",
                 f"a value that a role changes after it returned it: the value of {value} is changed in place by "
-                f"{call}. With Ray off the driver sees the change, and on workers it does not. Return a copy",
+                f"{call}. With Ray off the driver has the change. With workers it does not. Return a copy",
             )
         return
     for name, held in case.evidence.changed_by_driver:
@@ -472,7 +473,7 @@ def _shape_of(case: Case) -> Iterator[Cause]:
             "a set, or a collect or dispatch function that changes the order",
         )
     words = {
-        "dtype": ("dtype", "the type of numbers: a default dtype, autocast, or a conversion on the way"),
+        "dtype": ("dtype", "the type of numbers: a default dtype, autocast, or a conversion in between"),
         "device": ("device", "the device: a tensor is on another device. Move it in the role that uses it"),
         "shape": ("shape", "the number of items: padding to a longest row, or an average instead of rows"),
         "keys": ("missing key", "a key that only some workers or some steps have"),

@@ -16,6 +16,7 @@ values agree within a tolerance. A whole number that is the number of workers in
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import tempfile
@@ -285,6 +286,7 @@ def proof_of_class(
     plain = {key: value for key, value in settings.items() if key not in _PLACEMENT_KEYS}
     plain |= same_rows_per_step(cls, plain)
     config_type = _config_type(cls)
+    _check_arguments(cls, name, plain if config_type is None else None)
     with tempfile.TemporaryDirectory(prefix="rayhelper-prove-") as folder:
         numbers = iter(range(100))
 
@@ -307,6 +309,27 @@ def proof_of_class(
             getattr(instance, name)()
 
         return proof_of(program, roles_of(cls), ray=ray, torchrun=torchrun, groups=groups_of(cls, settings))
+
+
+def _check_arguments(cls: type, entry: str, plain: Mapping[str, Any] | None) -> None:
+    """Raises ConfigError if the constructor does not take ``plain`` (None: a dataclass), or the entry needs more."""
+    try:
+        if plain is not None:
+            inspect.signature(cls).bind(**plain)
+    except TypeError as error:
+        raise ConfigError(
+            f"{cls.__name__} cannot be constructed: {error}. Write the arguments of the constructor into a YAML file, "
+            "and name the file: --config FILE."
+        ) from None
+    if not inspect.isfunction(inspect.getattr_static(cls, entry)):
+        return  # a static or class method
+    try:
+        inspect.signature(getattr(cls, entry)).bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"prove calls {cls.__name__}.{entry}() without arguments, but: {error}. Write a method that needs none, "
+            "and name the method: --entry METHOD."
+        ) from None
 
 
 def groups_of(cls: type, settings: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -400,5 +400,5 @@ def _check_unchanged(before: dict[str, Any], after: dict[str, Any], where: str) 
     for name in before:
         if before[name] != after[name]:
             raise DispatchError(
-                f"{where} changed its {name}. A worker changes a copy, which the caller does not see: return the value."
+                f"{where} changed its {name}. A worker changes a copy, which the caller does not get: return the value."
             )

@@ -228,7 +228,7 @@ def _reordered(joined: Any, places: Places, label: str) -> Any:
     count = len(joined)
     if count != len(places):
         raise CollectError(
-            f"{label} has {count} items in all, but RayHelper.balanced shared out {len(places)}. collect='flatten' "
+            f"{label} has {count} items in all, but RayHelper.balanced divided {len(places)}. collect='flatten' "
             "puts them back into the caller's order, so return one item for each, or use dispatch='slice'."
         )
     try:

@@ -167,7 +167,7 @@ class Ledger:
             shape = tuple(changed[0].shape)
             raise DispatchError(
                 f"{where} changed a tensor of an argument (of {shape[0]} bytes) in place. Other workers read the same "
-                "memory, and the caller would not see the change. Change a copy: tensor.clone()."
+                "memory, and the caller would not get the change. Change a copy: tensor.clone()."
             )
 
 

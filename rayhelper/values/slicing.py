@@ -87,7 +87,7 @@ def take(value: Any, positions: Positions, label: str = "value") -> Any:
         how = "a slice" if isinstance(index, slice) else "an array of positions"
         raise DispatchError(_unsliceable(value, label, f"does not accept {how} as index")) from error
     if count != len(positions):
-        raise DispatchError(_unsliceable(value, label, f"gave {count} items when asked for {len(positions)}"))
+        raise DispatchError(_unsliceable(value, label, f"gave {count} items for {len(positions)}"))
     return piece
 
 

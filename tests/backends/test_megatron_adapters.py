@@ -390,7 +390,12 @@ REFUSED: dict[str, tuple[str, Lora, int, str]] = {
         r"not \['gate_proj', 'down_proj'\]. Write all",
     ),
     "one": ("qwen2_moe", {"target_parameters": [STACKS[0]]}, 1, "Write both"),
-    "stack": ("qwen3_moe", {"target_parameters": ["mlp.gate"]}, 1, "'mlp.gate'.*knows.*mlp.gate.weight.*gate_up_proj"),
+    "stack": (
+        "qwen3_moe",
+        {"target_parameters": ["mlp.gate"]},
+        1,
+        "'mlp.gate'.*accepts.*mlp.gate.weight.*gate_up_proj",
+    ),
     "no experts": ("qwen3", {"target_parameters": list(STACKS)}, 1, "this qwen3 model has none"),
     "dropout": ("qwen3_moe", {"target_parameters": list(STACKS), "lora_dropout": 0.1}, 1, "lora_dropout: 0"),
     "dense layers": ("qwen3_moe", {"target_modules": [], "target_parameters": list(STACKS)}, 2, r"\[2\].*every layer"),

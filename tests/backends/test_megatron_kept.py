@@ -123,6 +123,6 @@ def test_values_of_a_configuration_are_not_given_to_a_model_of_two(tmp_path: Pat
     config = AutoConfig.for_model("qwen3_5", text_config=FAMILIES["qwen3_5_text"], vision_config=VISION)
     config.save_pretrained(tmp_path)
     given: dict[str, Any] = {"rms_norm_eps": 1e-4}
-    with pytest.raises(ConfigError, match=r"rms_norm_eps.*qwen3_5 also sees.*config\.json"):
+    with pytest.raises(ConfigError, match=r"rms_norm_eps.*qwen3_5 is a vision model.*config\.json"):
         read_config(tmp_path, given, trust_remote_code=False)
     assert read_config(tmp_path, {}, trust_remote_code=False).get_text_config().hidden_size == 40

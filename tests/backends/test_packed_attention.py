@@ -166,7 +166,7 @@ def test_what_torchs_kernel_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_dropout_is_refused() -> None:
     heads, starts = torch.randn(1, 2, 4, 8), torch.tensor([0, 4], dtype=torch.int32)
     arguments = {"dropout": 0.1, "cu_seq_lens_q": starts, "max_length_q": 4}
-    with pytest.raises(ValueError, match="Module has dropout, which attn_implementation: varlen knows nothing"):
+    with pytest.raises(ValueError, match="Module has dropout, which attn_implementation: varlen does not support"):
         packed_attention.varlen_attention(torch.nn.Module(), heads, heads, heads, None, **arguments)
 
 
@@ -188,7 +188,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
 def test_a_model_that_would_attend_otherwise_is_refused(model: str, tmp_path: Path) -> None:
     config, told = OTHERS[model]
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=f"attn_implementation: varlen.*{told}.*Take sdpa"):
+    with pytest.raises(ConfigError, match=f"attn_implementation: varlen.*{told}.*Use sdpa"):
         FsdpBackend(tmp_path, **VARLEN)
 
 

@@ -101,7 +101,7 @@ def test_code_in_a_checkpoint_of_megatron_is_refused_and_does_not_run(tmp_path: 
         (b"cbuiltins\neval\n(S'1'\ntR.", "builtins.eval"),
         (b"ctorch\nload\n.", "torch.load"),
         (b"ctorch.distributed.checkpoint.metadata\nos.system\n.", "os.system"),
-        (b"half", "no file that"),
+        (b"half", "torch.save did not write"),
     ],
 )
 def test_metadata_holds_the_classes_of_tensors_alone(metadata: bytes, words: str, tmp_path: Path) -> None:

@@ -366,4 +366,4 @@ def test_columns_that_pad_a_shard_are_refused(ranks: dict[Any, list[Any]]) -> No
     for plain, function, no_room in ranks[padded]:
         assert plain == function
         assert "columns are given" in plain
-        assert "no room" in no_room
+        assert "columns do not fit into" in no_room

@@ -72,6 +72,6 @@ def test_a_model_whose_scores_are_capped_is_not_run_by_sdpa(tmp_path: Path) -> N
     folder = save("gemma2", tmp_path)
     assert FsdpBackend(folder).module.config._attn_implementation == "eager"
     with pytest.raises(
-        ConfigError, match=r"attn_implementation: sdpa ignores the soft cap of Gemma2ForCausalLM.*Take eager"
+        ConfigError, match=r"attn_implementation: sdpa ignores the soft cap of Gemma2ForCausalLM.*Use eager"
     ):
         FsdpBackend(folder, model_init_kwargs={"attn_implementation": "sdpa"})

@@ -39,5 +39,5 @@ def test_a_model_that_vllm_cannot_run_on_a_cpu_is_refused_before_anything_starts
     name: str, told: str, tmp_path: Path
 ) -> None:
     config = greedy_config(save(name, tmp_path / "model"), tmp_path / "run", **VLLM)
-    with pytest.raises(ConfigError, match=f"vllm cannot run {name} on a CPU: .*{told}.*Take rollout_engine: hf"):
+    with pytest.raises(ConfigError, match=f"vllm cannot run {name} on a CPU: .*{told}.*Use rollout_engine: hf"):
         GRPOTrainer.check(config, None)

@@ -68,7 +68,7 @@ def test_a_message_that_was_changed_repeated_left_out_or_turned_round_is_noticed
 
 def test_who_has_another_key_or_purpose_is_not_known() -> None:
     for spoilt in ({"listener_key": b"another"}, {"dialler_key": b"another"}, {"purposes": ("p", "q")}):
-        with pytest.raises(AuthenticationError, match="does not know the key"):
+        with pytest.raises(AuthenticationError, match="does not have the key"):
             met(**spoilt)  # type: ignore[arg-type]
 
 
@@ -177,7 +177,7 @@ def test_a_server_that_does_not_know_the_key_is_asked_nothing() -> None:
 
         thread = threading.Thread(target=lie)
         thread.start()
-        with pytest.raises(AuthenticationError, match="does not know the key"):
+        with pytest.raises(AuthenticationError, match="does not have the key"):
             Client(liar.getsockname(), KEY, "p", 5.0)
         thread.join()
     assert heard[1] == b""

@@ -258,7 +258,7 @@ def test_when_the_sender_is_killed_every_receiver_knows_within_two_seconds(trans
     for error in errors:
         assert isinstance(error, ChannelError)
         assert "channel 'sync'" in str(error)
-        assert "the sender is gone" in str(error)
+        assert "the sender has disconnected" in str(error)
         assert error.raised_at - died.value < 2  # type: ignore[attr-defined]
 
 

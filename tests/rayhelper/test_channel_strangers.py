@@ -107,7 +107,7 @@ def test_who_stands_in_the_senders_place_without_the_key_gets_no_secret_and_is_n
     false.thread.join(10)
     false.listener.close()
     assert isinstance(error, ChannelError)
-    assert "does not know the key" in str(error)
+    assert "does not have the key" in str(error)
     assert not any(secret in false.heard or secret.hex().encode() in false.heard for secret in secrets)
     assert not (tmp_path / "made").exists()
 

@@ -214,6 +214,16 @@ def test_a_file_is_checked_as_its_module_is(capsys: pytest.CaptureFixture[str]) 
     assert "there is no file" in capsys.readouterr().err
 
 
+def test_a_module_of_the_current_folder_is_found_though_a_console_command_does_not_search_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (tmp_path / "module_of_readme.py").write_text(readme.partition("```python\n")[2].partition("```")[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    assert check("module_of_readme:BestOf") == 0, capsys.readouterr()
+
+
 @pytest.mark.parametrize(
     ("target", "words"),
     [

@@ -210,7 +210,7 @@ def test_order_leaves_none_and_other_collects_alone() -> None:
 
 
 def test_order_asks_for_one_item_per_item_sent() -> None:
-    with pytest.raises(CollectError, match=r"value has 1 items in all, but RayHelper.balanced shared out 2"):
+    with pytest.raises(CollectError, match=r"value has 1 items in all, but RayHelper.balanced divided 2"):
         join("flatten", [[1], []], order=[1, 0])
 
 

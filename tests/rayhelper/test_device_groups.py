@@ -356,7 +356,7 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
     "a role on the devices of its own process": (
         sections([["train", "rollout"]], train={"gpus": 2}, rollout={"shares_devices_with": "train"}),
         "section 'rollout' shares devices with 'train', with which it is colocated",
-        "or take one out of colocate_groups",
+        "or remove one from colocate_groups",
     ),
     "one of two colocated on the devices of another": (
         sections([["a", "b"]], train={"gpus": 2}, a={"shares_devices_with": "train"}, b={"gpus": 2}),

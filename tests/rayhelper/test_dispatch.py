@@ -261,7 +261,7 @@ def test_slice_refuses_a_type_that_ignores_slices() -> None:
         def __getitem__(self, index: slice) -> Deck:
             return self
 
-    with pytest.raises(DispatchError, match="gave 3 items when asked for 2"):
+    with pytest.raises(DispatchError, match="gave 3 items for 2"):
         firsts("slice", 2, Stubborn([1, 2, 3]))
 
 

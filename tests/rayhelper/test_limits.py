@@ -426,7 +426,7 @@ def test_the_thread_ends_when_there_is_nothing_to_look_after(monkeypatch: pytest
 @pytest.mark.parametrize("section", [{"gpus": 1}, {"device": "CPU", "ranks": 1, "workers": ["slow"]}, 5])
 def test_of_the_driver_only_a_limit_can_be_set(section: Any) -> None:
     groups = {"driver": section, "crew": {"device": "CPU", "ranks": 1, "workers": ["slow"]}}
-    with pytest.raises(ConfigError, match=r"section 'driver' of device_groups .* knows timeout_s only, got"):
+    with pytest.raises(ConfigError, match=r"section 'driver' of device_groups .* accepts timeout_s only, got"):
         DeviceGroups.parse(groups)
     with pytest.raises(ConfigError, match="timeout_s of section 'driver' must be a positive number"):
         DeviceGroups.parse(groups | {"driver": {"timeout_s": 0}})

@@ -249,7 +249,7 @@ def test_tensor_parallel_groups_on_two_nodes_are_warned_of(tmp_path: Path) -> No
     found = planned(tmp_path, config)
     assert list(found.findings.mistakes) == []
     (warning,) = found.findings.warnings
-    assert "4 of 8 tensor-parallel groups of role 'train' are on several nodes (3 GPU each, 4 a node)" in warning
+    assert "4 of 8 tensor-parallel groups of role 'train' are on several nodes (3 GPU each, 4 per node)" in warning
     assert "Make tensor_model_parallel_size a divisor of 4" in warning
     config = {"nproc_per_node": 4, "rollout": {"gpus": 16, "vllm_tensor_parallel_size": 8}}
     assert "2 of 2 tensor-parallel groups of role 'rollout'" in planned(tmp_path, config).findings.warnings[0]

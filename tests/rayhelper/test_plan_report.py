@@ -268,7 +268,7 @@ def test_one_mistake_does_not_bring_forth_others(tmp_path: Path, config: dict[st
 @pytest.mark.parametrize(
     ("config", "arguments", "shape", "assumed"),
     [
-        ({"train": {"gpus": 9}}, {}, (2, 8), ["8 GPUs a node", "2 nodes, the fewest that hold the groups"]),
+        ({"train": {"gpus": 9}}, {}, (2, 8), ["8 GPUs per node", "2 nodes, the fewest that hold the groups"]),
         ({"train": {"gpus": 9}}, {"gpus_per_node": 3}, (3, 3), ["3 nodes, the fewest that hold the groups"]),
         ({"nproc_per_node": 4, "nnodes": 5, "train": {"gpus": 9}}, {}, (5, 4), []),
         ({"nproc_per_node": 4, "nnodes": 5, "train": {"gpus": 9}}, {"nodes": 7, "gpus_per_node": 8}, (7, 8), []),
@@ -288,7 +288,7 @@ def test_a_cluster_that_is_too_small_is_told_in_numbers(tmp_path: Path) -> None:
     config = {"nproc_per_node": 4, "train": {"gpus": 12}}
     (said,) = mistakes(tmp_path, config, nodes=2)
     assert "are on 3 nodes (12 accelerators), and the cluster has 2 nodes x 4 = 8" in said
-    assert "Add 1 node, or ask for 4 accelerators fewer." in said
+    assert "Add 1 node, or request 4 accelerators fewer." in said
     (said,) = mistakes(tmp_path, config, nodes=3, gpus_per_node=2)
     assert "node 0 of the configuration is asked for 4 accelerators, and a node has 2 (and 2 more" in said
     (said,) = mistakes(tmp_path, {"nnodes": 1, "train": {"gpus": 12}})

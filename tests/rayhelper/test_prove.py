@@ -103,6 +103,30 @@ def test_the_command_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFix
     assert "has no method fly()" in capsys.readouterr().err
 
 
+@RayHelper.worker(group="scorer")
+class NeedsWords:
+    def __init__(self, bonus: int) -> None:
+        self.bonus = bonus
+
+    def run(self, prompts: list[int]) -> list[int]:
+        return [prompt + self.bonus for prompt in prompts]
+
+
+def test_a_class_that_needs_arguments_is_refused_with_where_to_write_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = f"{__name__}:NeedsWords"
+    assert main(["prove", target, "--no-ray"]) == 2
+    told = capsys.readouterr().err
+    assert "NeedsWords cannot be constructed: missing a required argument: 'bonus'" in told
+    assert "--config FILE" in told
+    (tmp_path / "x.yaml").write_text("bonus: 1\n")
+    assert main(["prove", target, "--no-ray", "--config", str(tmp_path / "x.yaml")]) == 2
+    told = capsys.readouterr().err
+    assert "prove calls NeedsWords.run() without arguments, but: missing a required argument: 'prompts'" in told
+    assert "--entry METHOD" in told
+
+
 @RayHelper.worker(group="meets")
 class Meets:
     """Two calls that wait for each other."""

@@ -392,7 +392,7 @@ def test_after_a_call_that_was_given_up_later_calls_say_so_until_the_next_sessio
 ) -> None:
     for seen in troubles:
         assert seen["after"][0] == "DeadlineError"
-        assert "an earlier call was given up" in seen["after"][1]
+        assert "an earlier call was abandoned" in seen["after"][1]
         assert seen["together"] == ["nothing", [0, 1, 2]]
 
 

@@ -190,7 +190,7 @@ def test_what_fits_nothing_is_refused_with_the_remedy(caplog: pytest.LogCaptureF
         tool_call_parser("hf", unknown, SCHEMAS)
     plain = tiny_tokenizer()
     assert form_of(plain, SCHEMAS) == "hermes"
-    assert "does not show tools to the model" in caplog.text
+    assert "does not write tools" in caplog.text
 
 
 def test_a_name_that_vllm_has_not_or_whose_tokens_lack_is_refused() -> None:

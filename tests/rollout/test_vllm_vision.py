@@ -130,7 +130,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_model_whose_pictures_are_attended_to_as_a_whole_is_refused_on_a_cpu(gemma: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"vllm cannot run gemma3 on a CPU\. .* Take rollout_engine: hf, or a GPU"):
+    with pytest.raises(ConfigError, match=r"vllm cannot run gemma3 on a CPU\. .* Use rollout_engine: hf, or a GPU"):
         check_model_on_cpu(gemma)
     for kind, refused in (("vision", True), (None, False)):
         found = AutoConfig.for_model("gemma4", text_config={"use_bidirectional_attention": kind})

@@ -246,7 +246,7 @@ def test_plans_ask_the_command_line_whose_roles_they_are(tmp_path: Path) -> None
         ("AnyConfig", r"the config of .*raft.py:AnyConfig is a dict, which must be a dataclass that extends TrainConf"),
         (
             "ForgottenConfig",
-            r"Forgotten says num_kept, which RayHelper would ignore. Write @dataclass\(frozen=True, kw_only",
+            r"Forgotten sets num_kept, which RayHelper would ignore. Write @dataclass\(frozen=True, kw_only",
         ),
         ("Misspelt", "Misspelt has role 'rolout', and ROLES of its configuration 'rollout'. Write one name in both"),
         ("Homeless", r"ROLES places role 'judge' with 'learner', which it does not declare \(declared: rollout"),

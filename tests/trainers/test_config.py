@@ -345,7 +345,11 @@ def test_pretraining_is_sft_on_one_stream_of_tokens() -> None:
             1,
             ["generation_kwargs: presence_penalty is 1.5", "At temperature 0.25 the limit is 0.5"],
         ),
-        ({"generation_kwargs": {"stop_token_ids": [5]}}, 1, ["write the key stop_token_ids beside generation_kwargs"]),
+        (
+            {"generation_kwargs": {"stop_token_ids": [5]}},
+            1,
+            ["write the key stop_token_ids in addition to generation_kwargs"],
+        ),
         ({"generation_kwargs": {"stop_strings": ["x"]}}, 1, ["write its id as the key stop_token_ids"]),
         ({"generation_kwargs": {"eos_token_id": 5}}, 1, ["further ones as the key stop_token_ids"]),
         ({"generation_kwargs": {"logit_bias": [5]}}, 1, ["logit_bias must map token ids to numbers"]),

@@ -144,7 +144,7 @@ def test_rows_of_others_have_the_same_members(form: str) -> None:
         ({"messages": turn("q")}, "no positive"),
         ({"positive": "p"}, "no anchor"),
         ({"query": "q", "positive": []}, "no positive"),
-        ({"query": "q", "positive": "p", "label": "x"}, "'x' is no number"),
+        ({"query": "q", "positive": "p", "label": "x"}, "'x' is not a number"),
         ({"messages": turn("<image>"), "images": ["a.png"], "positive": "p"}, "which this model cannot read"),
         ({"messages": [{"role": "user"}], "positive": "p"}, "message 0 has no content"),
     ],

@@ -436,7 +436,7 @@ def test_keys_of_experts_are_read_if_any_role_has_experts(keys: dict[str, Any], 
 def test_experts_that_are_divided_have_no_dense_model_beside_them(tmp_path: Path) -> None:
     models = {"model": folder(tmp_path, MOE), "teacher_model": folder(tmp_path, DENSE, "dense")}
     run = config(GKDConfig, **models, gkd_logits_topk=8, **{EP: 2})
-    with pytest.raises(ConfigError, match=f"{EP} 2 of role 'teacher' .* a dense model cannot be beside experts that"):
+    with pytest.raises(ConfigError, match=f"{EP} 2 of role 'teacher' .* a dense model cannot share workers with"):
         check_megatron(run, gpus("train teacher rollout"))
 
 
@@ -508,7 +508,7 @@ def test_the_tables_of_fields_name_fields_and_keys_that_exist() -> None:
     ("name", "told"),
     [
         ("moe_permut_fusion", "no field 'moe_permut_fusion' in its configurations (did you mean moe_permute_fusion?)"),
-        (TP, f"{TP} is a separate key. Write it beside megatron"),
+        (TP, f"{TP} is a separate key. Write it as a separate key"),
         ("recompute_granularity", "is a separate key"),
         ("hidden_size", "follows from the model's config.json"),
         ("num_moe_experts", "follows from the model's config.json"),
@@ -587,7 +587,7 @@ def test_with_transformer_engine_fields_of_its_layers_are_checked(monkeypatch: p
         (True, {"transformer_impl": "transformer_engine"}, "transformer_impl: transformer_engine needs layers"),
         (False, {"fp8": "e5m2"}, "fp8 must be one of e4m3, hybrid, got 'e5m2'"),
         (False, {"fp8": "e4m3"}, "fp8_recipe must be one of tensorwise, blockwise, mxfp8; it is 'delayed'"),
-        (False, {"fp8_recipe": "mxfp8"}, "fp8_recipe is of fp8. Write fp8: hybrid beside it"),
+        (False, {"fp8_recipe": "mxfp8"}, "fp8_recipe is of fp8. Also write fp8: hybrid"),
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
             check_fields(further, has_adapter=adapter)

@@ -64,7 +64,7 @@ def test_what_cannot_be_answered_is_an_error_of_that_request_alone() -> None:
     assert empty.error == "empty completion (finish_reason length)"
     assert null.error == "empty completion (finish_reason stop)"
     assert odd.error is not None
-    assert "another form" in odd.error
+    assert "an unexpected form" in odd.error
     assert sum(question(request) == "bad" for request in server.requests) == 1
 
 

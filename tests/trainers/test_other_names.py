@@ -467,7 +467,7 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (
         SFTConfig,
         "split_dataset_ratio: 0.1\nsave_strategy: best\nmetric_for_best_model: loss\nearly_stop_interval: 2",
-        "early_stop_interval counts checkpoints that are no better, and save_strategy best saves none of them",
+        "early_stop_interval counts checkpoints that are not better, and save_strategy best saves none of them",
     ),
     (
         SFTConfig,
@@ -483,7 +483,7 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (GRPOConfig, "repetition_n_grams: 3", "ms-swift's reward counts repeated words, TRL's repeated tokens"),
     (GRPOConfig, "stop_words: [x]", "a completion ends with a token, not with text: write stop_token_ids"),
     (PPOConfig, "stop: [x]", "write stop_token_ids, a list of ids of the tokenizer"),
-    (GRPOConfig, "multi_turn_scheduler: math_tip_trick\nenvironment: lake", "without environment beside it"),
+    (GRPOConfig, "multi_turn_scheduler: math_tip_trick\nenvironment: lake", "not together with environment"),
     (GKDConfig, "multi_turn_scheduler: thinking_tips_scheduler", "it makes a sample of each turn"),
     (PPOConfig, "multi_turn_scheduler: math_tip_trick", "GRPO and GKD have it"),
     (GRPOConfig, "use_gym_env: true", "write environment: name"),

@@ -101,7 +101,10 @@ def test_names_of_a_plugin_are_accepted_with_the_keys_that_they_take(plugin: str
         ({"advantage_estimator": "centred", "normalize_advantages": True}, "normalize_advantages is True"),
         ({"advantage_estimator": "centred", "scale_rewards": "batch"}, "scale_rewards=batch is for"),
         ({"loss_type": {"name": "mine", "speed": 1}}, "mine cannot be called with .*speed.*epsilon, steepness"),
-        ({"loss_type": {"name": "mine", "epsilon": 0.3}}, "epsilon is a key of the configuration. Write it beside"),
+        (
+            {"loss_type": {"name": "mine", "epsilon": 0.3}},
+            "epsilon is a key of the configuration. Write it as a separate key",
+        ),
     ],
 )
 def test_what_does_not_fit_a_plugin_is_refused_when_plugins_are_imported(

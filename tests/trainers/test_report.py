@@ -366,7 +366,7 @@ def test_a_folder_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.Captu
         "Name the output_dir of a run.\n"
     )
     assert main([str(tmp_path / "no")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 # As runs write it

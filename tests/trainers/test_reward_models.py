@@ -120,7 +120,7 @@ def test_it_is_a_reward_function_under_the_name_of_its_folder(folder: str) -> No
 
 
 def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no reward model: its checkpoint lacks \['score.weight'\]"):
+    with pytest.raises(ValueError, match=r"is not a reward model: its checkpoint lacks \['score.weight'\]"):
         RewardModel(save_tiny(tmp_path))
 
 
@@ -128,7 +128,7 @@ def test_a_classifier_of_several_labels_is_no_reward_model(tmp_path: Path) -> No
     fields = tiny_model().config.to_dict() | {"num_labels": 3}
     Qwen3ForSequenceClassification(Qwen3Config(**fields)).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is no reward model"):
+    with pytest.raises(ValueError, match="is not a reward model"):
         RewardModel(tmp_path)
 
 
@@ -182,7 +182,7 @@ OWN = {"architectures": ["MyRewards"], "auto_map": {"AutoModelForSequenceClassif
     [
         (PRM, "is a Qwen2ForProcessRewardModel, but reward models are loaded as AutoModelForSequenceClassification"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "is a Qwen3ForCausalLM, but .* file of external_plugins"),
-        (OWN, r"brings its own code \(mine.MyRewards\). Set trust_remote_code: true"),
+        (OWN, r"has its own code \(mine.MyRewards\). Set trust_remote_code: true"),
     ],
 )
 def test_a_model_that_cannot_give_rewards_is_told_before_anything_starts(

@@ -132,5 +132,5 @@ def test_the_id_of_a_row_is_that_of_its_content() -> None:
 
 def test_cache_files_are_outputs_of_sampling(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n')
-    with pytest.raises(ConfigError, match="no output of sampling: it has the columns prompt"):
+    with pytest.raises(ConfigError, match="not an output of sampling: it has the columns prompt"):
         cached_answers([str(tmp_path / "x.jsonl")])

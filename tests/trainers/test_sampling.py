@@ -53,7 +53,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"prm_threshold": 0.5}, ["no prm_model"]),
     ({"output_file": "x.csv"}, ["output_file must end in .jsonl or .parquet"]),
     ({"resume": True, "override_exist_file": True}, ["set one of them"]),
-    ({"retry_failed": True}, ["set resume too"]),
+    ({"retry_failed": True}, ["also set resume"]),
     ({"max_concurrent_requests": 0}, ["max_concurrent_requests must be at least 1"]),
     ({"dataset": ""}, ["dataset is empty"]),
 ]
@@ -90,10 +90,10 @@ def test_a_key_of_a_server_is_shown_nowhere(tmp_path: Path) -> None:
     [
         ({"orm_model": "exact_answr"}, ["orm_model: unknown reward 'exact_answr'", "Did you mean"]),
         ({"prm_model": "nowhere.reward"}, ["prm_model", "'nowhere.reward' cannot be imported"]),
-        ({"orm_model": "tests.e2e.runs.evenness"}, ["orm_model", "asks for completion_ids"]),
+        ({"orm_model": "tests.e2e.runs.evenness"}, ["orm_model", "needs completion_ids"]),
         ({"external_plugins": ["no.such_plugin"]}, ["external_plugins"]),
         ({"engine_kwargs": {"typical": 0.9}}, ["engine_kwargs", "no field 'typical'"]),
-        ({"engine_kwargs": {"top_p": 0.9}}, ["write the key top_p beside engine_kwargs"]),
+        ({"engine_kwargs": {"top_p": 0.9}}, ["write the key top_p in addition to engine_kwargs"]),
         ({"engine_kwargs": {"min_p": 0.1}}, ["may not hold 'min_p': this trainer has it not"]),
     ],
     ids=str,
@@ -108,7 +108,7 @@ def test_what_cannot_work_is_told_before_anything_starts(changed: dict[str, Any]
 def test_what_an_earlier_run_left_is_not_written_over_unasked(tmp_path: Path) -> None:
     settings = {"output_dir": str(tmp_path)}
     (tmp_path / "samples.jsonl.ledger").touch()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         SamplingTrainer.check(config(**settings), None)
     SamplingTrainer.check(config(**settings, resume=True), None)
     SamplingTrainer.check(config(**settings, override_exist_file=True), None)

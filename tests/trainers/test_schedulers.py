@@ -215,7 +215,7 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda _, choice: {"response_token_ids": choice.token_ids, "response_loss_mask": [0.5, 1, 1]}, "0 or 1 for each"),
     (lambda *_: {"rollout_logprobs": [-5.0]}, "not the engine's"),
     (lambda *_: {"rollout_infos": {"images": ["x.png"]}}, "has other images than the request"),
-    (lambda *_: {"rollout_infos": {"audios": ["x.wav"]}}, "audios, which schedulers cannot show"),
+    (lambda *_: {"rollout_infos": {"audios": ["x.wav"]}}, "audios, which schedulers cannot pass"),
 ]
 
 

@@ -112,7 +112,7 @@ def test_what_hangs_after_sigterm_is_given_up_and_told(
     told = capfd.readouterr().err
     assert "SIGTERM: the run finishes this step, saves a checkpoint and ends" in told
     rule = "" if work == "saving" else " (stop_grace_s)"
-    assert f"SIGTERM: {what} did not end within 0.1 s{rule} and is given up\nhere" in told
+    assert f"SIGTERM: {what} did not end within 0.1 s{rule} and is abandoned\nhere" in told
     assert [signal.getsignal(one) for one in SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
 
@@ -225,7 +225,7 @@ def test_a_step_that_hangs_in_native_code_is_given_up_too() -> None:
     assert run.stdout.readline() == "started\n"
     run.terminate()
     told = run.communicate(timeout=60)[1]
-    assert "SIGTERM: the step did not end within 0.1 s (stop_grace_s) and is given up" in told
+    assert "SIGTERM: the step did not end within 0.1 s (stop_grace_s) and is abandoned" in told
     assert run.returncode == 143
 
 

@@ -137,7 +137,7 @@ def test_a_length_far_beyond_the_positions_of_the_model_is_refused(tmp_path: Pat
         (DPOConfig, {"max_length": 10**12}),
         (GRPOConfig, GRPO | {"max_completion_length": 10**9}),
     ):
-        with pytest.raises(ConfigError, match=rf"^max_\w*length is 10+, but the model .* knows {positions} positions"):
+        with pytest.raises(ConfigError, match=rf"^max_\w*length is 10+, but the model .* has {positions} positions"):
             check_lengths(kind(**NEEDED | keys | {"model": model}))
     for length in (None, positions, 4 * positions):  # a row of packed documents
         check_lengths(SFTConfig(**NEEDED | {"model": model, "max_length": length}))

@@ -62,7 +62,7 @@ def check_distributed(folder: Path) -> None:
         ConfigError: a file holds what no such checkpoint holds; nothing of it was run.
     """
     if json.loads((folder / "metadata.json").read_text(encoding="utf-8")) != FORMAT:
-        raise ConfigError(f"{folder / 'metadata.json'} has another format than {FORMAT}. Take another checkpoint.")
+        raise ConfigError(f"{folder / 'metadata.json'} has another format than {FORMAT}. Use another checkpoint.")
     path = folder / ".metadata"
     try:
         with path.open("rb") as file:

@@ -34,7 +34,7 @@ class ClassificationConfig(TrainConfig):
     use_chat_template: bool = True
     """Write conversations with the chat template. false: read the text of the only user turn unchanged."""
     max_length: int | None = 1024
-    """Tokens of a row; truncation_mode says how longer ones are cut."""
+    """Tokens of a row; truncation_mode sets how longer rows are cut."""
     truncation_mode: TruncationMode = "keep_start"
     """For a row that is too long: keep_start, keep_end, or drop."""
     packing: bool = False

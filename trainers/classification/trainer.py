@@ -157,7 +157,7 @@ def check_classifier(config: ClassificationConfig) -> None:
             built = kind(found)
     if kind is None or not callable(getattr(built, "score", None)):
         raise ConfigError(
-            f"model: {config.model!r} ({found.model_type}) has no classifier with a linear layer named score. Take a "
+            f"model: {config.model!r} ({found.model_type}) has no classifier with a linear layer named score. Use a "
             "decoder such as Qwen3 or Llama; encoders such as BERT are not supported."
         )
     is_classifier = any(name.endswith("ForSequenceClassification") for name in found.architectures or ())

@@ -99,7 +99,7 @@ def _best_mistakes(config: SavingConfig, *, has_rows: bool) -> Iterator[str]:
         return
     if config.early_stop_interval is not None and config.save_strategy == "best":
         yield (
-            "early_stop_interval counts checkpoints that are no better, and save_strategy best saves none of them. "
+            "early_stop_interval counts checkpoints that are not better, and save_strategy best saves none of them. "
             "Write save_strategy: steps or epoch, or remove early_stop_interval."
         )
     if not has_rows:

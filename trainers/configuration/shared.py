@@ -142,8 +142,8 @@ class RunConfig:
     """Seconds that a call to a role may take, unless device_groups sets it. It also applies to the driver. null: no
     limit."""
     env: dict[str, str | int | float] = field(default_factory=dict)
-    """Environment variables of every process. They override the shell's, and a group's own ``env`` overrides them.
-    Files and trackers show secrets such as HF_TOKEN as ***. For *** in a file that is read, the shell's value is
+    """Environment variables of every process. They override variables of the shell. ``env`` of a device group overrides
+    them. Files and trackers show secrets such as HF_TOKEN as ***. For *** in a file that is read, the shell's value is
     used."""
 
     def __post_init__(self) -> None:

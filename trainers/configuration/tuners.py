@@ -98,7 +98,9 @@ def check_tuner(config: TunerConfig, *, backend: str, max_steps: int) -> None:
         )
     names_none = not config.lora_target_modules and not config.lora_kwargs.get("target_parameters")
     if config.has_adapter and (names_none or not all(map(str.strip, config.lora_target_modules))):
-        raise ConfigError("lora_target_modules names no layer. Name some, or write all-linear for every linear layer.")
+        raise ConfigError(
+            "lora_target_modules names no layer. Name some layers, or write all-linear for every linear layer."
+        )
     _check_quantization(config)
     if backend == "megatron":
         _check_megatron(config)

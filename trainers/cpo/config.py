@@ -24,7 +24,7 @@ class PairConfig(TrainConfig):
 
     # Data
     max_length: int | None = 1024
-    """Tokens of prompt and completion; truncation_mode says how longer sequences are cut."""
+    """Tokens of prompt and completion; truncation_mode sets how longer sequences are cut."""
     truncation_mode: TruncationMode = "keep_start"
     """For a sequence that is too long: keep_start, keep_end, or drop (the whole pair)."""
     dataset_num_proc: int | None = None

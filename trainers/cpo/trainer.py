@@ -29,7 +29,7 @@ from trainers.data.broken_rows import pair_mistake, without_broken
 from trainers.data.images.conversations import COLUMNS
 from trainers.data.images.processor import seen_too
 from trainers.data.packs import batches_of
-from trainers.data.preferences import Preferences, tokenize_preferences
+from trainers.data.preferences import Preferences, tokenize_preferences, with_prompt
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
 from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_rows
@@ -68,7 +68,9 @@ class CPOTrainer:
         rows = read_rows(config, source, split, self.images)
         with mistakes_of("dataset"):
             columns = ("chosen", "rejected", "prompt", "margin", *COLUMNS)
-            rows = without_broken(rows, seen_too(pair_mistake, self.images), *columns, skip=config.skip_broken_rows)
+            rows = without_broken(
+                rows, seen_too(pair_mistake, self.images, with_prompt), *columns, skip=config.skip_broken_rows
+            )
             pairs = tokenize_preferences(
                 rows,
                 self.tokenizer,

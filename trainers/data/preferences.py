@@ -240,6 +240,17 @@ def _encoded(
     return Preferences(**columns, margins=np.asarray(table["margin"], np.float32) if has_margins else None)
 
 
+def with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row with the turns that begin both of its conversations as its prompt, if it has none of its own."""
+    from trl import extract_prompt  # type: ignore[attr-defined]
+
+    is_whole = all(isinstance(row.get(name), list) and row[name] for name in ("chosen", "rejected"))
+    if row.get("prompt") is not None or not is_whole or row["chosen"] == row["rejected"]:
+        return row
+    extracted: dict[str, Any] = extract_prompt({name: row[name] for name in ("chosen", "rejected")})
+    return {**row, **extracted}
+
+
 def _pair_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with its prompt by itself, and all of it text or all of it conversations."""
     from trl import extract_prompt  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ class DPOConfig(ReferenceConfig):
 
     # Data
     max_length: int | None = 1024
-    """Tokens of prompt and completion; truncation_mode says how longer sequences are cut."""
+    """Tokens of prompt and completion; truncation_mode sets how longer sequences are cut."""
     truncation_mode: TruncationMode = "keep_start"
     """For a sequence that is too long: keep_start, keep_end, or drop (the whole pair)."""
     dataset_num_proc: int | None = None
@@ -50,11 +50,11 @@ class DPOConfig(ReferenceConfig):
     """Pairs in a batch of the likelihood of the chosen completions: it is a mean over the tokens of each batch, then
     over the pairs. null: over all tokens of the step."""
     beta: float = 0.1
-    """How strongly the policy is held to the reference. A larger value keeps it closer."""
+    """How strongly the policy is kept close to the reference. A larger value keeps it closer."""
     label_smoothing: float = 0.0
     """Share of pairs that are assumed to be labelled wrongly (cdpo, robust, exo_pair, aot, aot_unpaired)."""
     f_divergence_type: FDivergenceType = "reverse_kl"
-    """Divergence that holds the policy to the reference (f-DPO, arXiv 2309.16240)."""
+    """Divergence that keeps the policy close to the reference (f-DPO, arXiv 2309.16240)."""
     f_alpha_divergence_coef: float = 0.5
     """The alpha of alpha_divergence."""
     ld_alpha: float | None = None

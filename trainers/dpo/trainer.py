@@ -31,7 +31,7 @@ from trainers.data.broken_rows import pair_mistake, without_broken
 from trainers.data.images.conversations import COLUMNS
 from trainers.data.images.processor import seen_too
 from trainers.data.packs import batches_of
-from trainers.data.preferences import Preferences, tokenize_preferences
+from trainers.data.preferences import Preferences, tokenize_preferences, with_prompt
 from trainers.dpo.config import DPOConfig, weighted_losses
 from trainers.dpo.loss import PairCounts, dpo_loss, share_of_dpo_loss
 from trainers.dpo.scores import RunningMean, mean_reward, pair_logps
@@ -116,7 +116,9 @@ class DPOTrainer:
         rows = read_rows(config, source, split, self.images)
         with mistakes_of("dataset"):
             columns = ("chosen", "rejected", "prompt", "margin", *COLUMNS)
-            rows = without_broken(rows, seen_too(pair_mistake, self.images), *columns, skip=config.skip_broken_rows)
+            rows = without_broken(
+                rows, seen_too(pair_mistake, self.images, with_prompt), *columns, skip=config.skip_broken_rows
+            )
             return tokenize_preferences(
                 rows,
                 self.tokenizer,

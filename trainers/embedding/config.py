@@ -70,7 +70,7 @@ class EmbeddingConfig(TrainConfig):
     """A token to add after each text of the chat template. The embedding is the hidden state at this token. null:
     none."""
     max_length: int | None = 1024
-    """Tokens of each text; truncation_mode says how longer ones are cut."""
+    """Tokens of each text; truncation_mode sets how longer texts are cut."""
     truncation_mode: Literal["drop", "keep_start"] = "drop"
     """drop: leave out rows with a longer text. keep_start: keep the start of the text, and the special tokens at its
     end."""

@@ -30,7 +30,7 @@ class GKDConfig(CompletionConfig):
     """Further arguments of the teacher's AutoModelForCausalLM.from_pretrained."""
     teacher_engine: Literal["hf", "vllm"] = "hf"
     """The engine of the teacher_model. hf: transformers, as for the student. vllm: vLLM, which is installed separately.
-    It gives only the top ``gkd_logits_topk`` tokens."""
+    It returns only the top ``gkd_logits_topk`` tokens."""
     teacher_engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Fields of vLLM's EngineArgs for ``teacher_engine: vllm``, such as {max_model_len: 8192}. tensor_parallel_size is
     the number of teacher workers that hold one model together."""
@@ -137,7 +137,7 @@ def check_gkd(config: GKDConfig) -> None:
         raise ConfigError("environment answers the student's completions, but with lmbda=0 there are none. Raise it.")
     if config.drop_long_prompts and config.uses_responses:
         raise ConfigError(
-            f"drop_long_prompts only drops prompts, and lmbda={config.lmbda} learns from the dataset's responses too. "
+            f"drop_long_prompts only drops prompts, and lmbda={config.lmbda} also learns from the dataset's responses. "
             "Remove it (of ms-swift's names: truncation_strategy: left), or write lmbda: 1 or seq_kd."
         )
     _check_teacher_engine(config)
@@ -156,8 +156,7 @@ def _check_teacher_engine(config: GKDConfig) -> None:
     if config.gkd_logits_topk is None:
         raise ConfigError(
             "teacher_engine: vllm gives the teacher's most probable tokens, not the whole vocabulary: set "
-            "gkd_logits_topk "
-            "(64, say), or teacher_engine: hf"
+            "gkd_logits_topk (such as 64), or teacher_engine: hf"
         )
     if config.teacher_model_init_kwargs:
         raise ConfigError("teacher_model_init_kwargs is for teacher_engine: hf; vLLM takes teacher_engine_kwargs")

@@ -137,7 +137,9 @@ def check_plugged(config: Any) -> None:
             )
         for argument in arguments:
             if hasattr(config, argument):
-                raise ConfigError(f"{key}: {argument} is a key of the configuration. Write it beside {key}, not in it.")
+                raise ConfigError(
+                    f"{key}: {argument} is a key of the configuration. Write it as a separate key, not in {key}."
+                )
         try:
             inspect.signature(function).bind(None, **constants(function, config, arguments))
         except TypeError as error:

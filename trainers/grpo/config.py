@@ -180,13 +180,14 @@ class GRPOConfig(CompletionConfig):
     fipo_clip_high_only: bool = True
     """fipo's weight is clipped to the range from 1 to 1 + fipo_clip_range instead."""
     fipo_safety_threshold: float | None = 4.0
-    """For negative advantages with a ratio above this, fipo's weight is clipped to 0.8 and 1. null: no threshold."""
+    """For negative advantages with a ratio above this value, fipo's weight is clipped to 0.8 and 1. null: no
+    threshold."""
     clip_cov_ratio: float = 2e-4
     """Share of a step's tokens whose gradient clip_cov removes. It is at least one token."""
     clip_cov_lb: float = 1.0
-    """clip_cov draws from tokens with a covariance of advantage and log-probability above this."""
+    """clip_cov draws from tokens with a covariance of advantage and log-probability above this value."""
     clip_cov_ub: float = 5.0
-    """clip_cov draws from tokens with a covariance below this."""
+    """clip_cov draws from tokens with a covariance below this value."""
     kl_cov_ratio: float = 2e-4
     """Share of a step's tokens that kl_cov keeps near the old policy. They have the highest covariance."""
     kl_cov_coef: float = 1.0

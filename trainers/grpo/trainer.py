@@ -257,7 +257,7 @@ class GRPOTrainer:
         return explored, metrics
 
     def redrawn(self, plan: GenerationPlan, run: Run) -> tuple[Rewarded, Metrics]:
-        """The completions of the next rows, and of as many further ones as there are prompts rewarded alike."""
+        """The completions of the next rows, and of as many further ones as there are prompts with equal rewards."""
         config, generation = self.config, plan.generation(run.step)
         drawn = self.stream.take(plan.num_prompts)
         explored = self.finished(self.started(drawn, run, generation), run)

@@ -29,7 +29,7 @@ class KTOConfig(ReferenceConfig):
 
     # Data
     max_length: int | None = 1024
-    """Tokens of prompt and completion; truncation_mode says how longer sequences are cut."""
+    """Tokens of prompt and completion; truncation_mode sets how longer sequences are cut."""
     truncation_mode: TruncationMode = "keep_start"
     """For a sequence that is too long: keep_start, keep_end, or drop (the row). A prompt with another row's completion,
     for the KL, always keeps its start."""
@@ -44,7 +44,7 @@ class KTOConfig(ReferenceConfig):
     loss_type: KTOLossType = "kto"
     """kto, or apo_zero_unpaired, which estimates no KL. Formulas and papers are in losses/kto.py."""
     beta: float = 0.1
-    """How strongly the policy is held to the reference. A larger value keeps it closer."""
+    """How strongly the policy is kept close to the reference. A larger value keeps it closer."""
     desirable_weight: float = 1.0
     """Weight of the losses of desirable completions, for data with fewer of them."""
     undesirable_weight: float = 1.0

@@ -101,12 +101,12 @@ def videos_mistake(config: Any, model: str, beside: Mapping[str, str]) -> str | 
     ``beside``: as of ``image_reader``.
     """
     if not hasattr(config, "video_processor_kwargs"):
-        return "sampling passes no videos to a model. Take rows without videos"
+        return "sampling passes no videos to a model. Use rows without videos"
     for key in ("rollout_engine", "teacher_engine"):
         if getattr(config, key, "hf") == "vllm":
             if key == "rollout_engine":  # auto takes it too, before rows are read
                 told = "vllm, written or chosen by auto, passes no videos to a model"
-                return f"{key}: {told}. auto does not look at the rows. Write {key}: hf"
+                return f"{key}: {told}. auto does not read the rows. Write {key}: hf"
             return f"{key}: vllm passes no videos to a model. Write {key}: hf"
     if getattr(config, "has_environment", False):
         return "environments and tools pass no videos to a model. Remove them, or use rows without videos"
@@ -134,7 +134,7 @@ def check_same_pixels(
     if own.image_processor.to_dict() != theirs.image_processor.to_dict():
         raise ConfigError(
             f"{key}: the processor of {model!r} gives pictures other tokens than the processor of {policy!r}. But it "
-            "would get the token ids of the policy. Take a model with the same processor."
+            "would get the token ids of the policy. Use a model with the same processor."
         )
 
 

@@ -14,7 +14,7 @@ from trainers.backends.own_code import own_code_mistake
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
 from trainers.configuration.vision import vision_mistake, vision_settings
-from trainers.data.images.processor import is_vision
+from trainers.data.images.processor import is_one_piece, is_vision
 from trainers.parts.models import check_same_tokens, lora_settings
 from trainers.parts.tokenizer import load_tokenizer, new_tokens, tokenizer_there
 
@@ -219,7 +219,7 @@ def check_lengths(config: TrainConfig) -> None:
     for name, length in lengths.items():
         if positions is not None and length > FAR_BEYOND * positions:
             raise ConfigError(
-                f"{name} is {length}, but the model {config.model!r} knows {positions} positions "
+                f"{name} is {length}, but the model {config.model!r} has {positions} positions "
                 f"(max_position_embeddings), and its configuration does not scale them. Write {positions} at most, "
                 "or scale its rope_parameters by model_init_kwargs."
             )
@@ -254,7 +254,7 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp", *, scores
     if backend == "fsdp" and kind is None and is_known and not scores:
         raise ConfigError(
             f"model: {model!r} is of the type {configuration.model_type}, which neither AutoModelForCausalLM nor "
-            "AutoModelForImageTextToText of transformers can build. Take a language model or a vision model."
+            "AutoModelForImageTextToText of transformers can build. Use a language model or a vision model."
         )
     if towers and kind is not None and getattr(kind, "config_class", None) is not type(configuration):
         raise ConfigError(
@@ -271,23 +271,28 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
         raise ConfigError(f"{mistake}.")
     if not sees:
         return
+    if gives_values(config) and is_one_piece(found):
+        raise ConfigError(
+            f"model: {config.model!r} ({found.model_type}) has no linear head (reward models, classifiers, critics): "
+            "transformers has no class of the model without its own head. Take another vision model."
+        )
     if config.backend == "megatron":  # whose adapters are on the language model
         if found.model_type in SPEAKING and gives_values(config):
             raise ConfigError(
                 f"model: {config.model!r} ({found.model_type}) is also an audio model, and has no linear head (reward "
-                "models, classifiers, critics). Take another vision model."
+                "models, classifiers, critics). Use another vision model."
             )
         if found.model_type in SPEAKING and hasattr(config, "rollout_engine"):
             raise ConfigError(
                 f"model: {config.model!r} ({found.model_type}) is also an audio model, and no engine completes prompts "
-                "for such a model here. Train it in SFT, DPO or KTO, or take another vision model."
+                "for such a model here. Train it in SFT, DPO or KTO, or use another vision model."
             )
         rates = [name for name in ("vit_lr", "aligner_lr") if getattr(config, name) is not None]
         if rates and not config.learning_rate:
             raise ConfigError(
                 f"{rates[0]} is a share of learning_rate with backend: megatron, but learning_rate is 0. Raise "
                 "it, and write "
-                "freeze_llm: true if the language model shall not learn."
+                "freeze_llm: true to keep the language model unchanged."
             )
         if config.freeze_llm and config.has_adapter:
             raise ConfigError(

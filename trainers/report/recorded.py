@@ -70,7 +70,9 @@ def recorded(folder: Path, name: str | None = None) -> Recorded:
     """
     files = [folder / one for one in ("metrics.jsonl", "config.yaml", ORIGIN_FILE)]
     if not any(file.is_file() for file in files):
-        what = "holds no run: there is no metrics.jsonl, config.yaml or run.json" if folder.is_dir() else "is no folder"
+        what = (
+            "holds no run: there is no metrics.jsonl, config.yaml or run.json" if folder.is_dir() else "is not a folder"
+        )
         raise FileNotFoundError(f"{folder} {what}. Name the output_dir of a run.")
     run = Recorded(folder, name or folder.resolve().name)
     _read_settings(run)
@@ -125,7 +127,7 @@ def _read_metrics(run: Recorded) -> None:
             row = json.loads(line)
             step = row.pop("step")
             if not isinstance(step, int) or isinstance(step, bool):
-                raise ValueError("the step is no number")
+                raise ValueError("the step is not a number")
         except (ValueError, KeyError, AttributeError, TypeError):
             damaged.append(number)
             continue

@@ -25,13 +25,13 @@ class RerankingConfig(TrainConfig):
     ENCODES: ClassVar = True
 
     task_type: Literal["reranker", "generative_reranker"] = "reranker"
-    """reranker: a linear layer gives a query with a document its score. generative_reranker: a language model is asked
-    whether they fit. The score is logit(yes) - logit(no), as in Qwen3-Reranker."""
+    """reranker: a linear layer gives a query with a document its score. generative_reranker: a language model answers
+    whether they match. The score is logit(yes) - logit(no), as in Qwen3-Reranker."""
     output_dir: str = "outputs/reranking"
     disable_dropout: bool = False
     loss_type: Literal["pointwise_reranker", "listwise_reranker"] = "pointwise_reranker"
-    """pointwise_reranker: each document fits its query, or does not (binary cross entropy). listwise_reranker: find the
-    relevant document among the documents of a query (cross entropy)."""
+    """pointwise_reranker: each document matches its query, or does not (binary cross entropy). listwise_reranker: find
+    the relevant document among the documents of a query (cross entropy)."""
     listwise_reranker_temperature: float = 1.0
     """The scores are divided by it."""
     listwise_reranker_min_group_size: int = 2
@@ -41,9 +41,9 @@ class RerankingConfig(TrainConfig):
     max_negative_samples: int = 7
     """Irrelevant documents per relevant document. If a row has more, some are drawn."""
     generative_reranker_positive_token: str = "yes"
-    """The token for a document that fits the query."""
+    """The token for a document that matches the query."""
     generative_reranker_negative_token: str = "no"
-    """The token for a document that does not fit the query."""
+    """The token for a document that does not match the query."""
     instruction: str | None = None
     """The task of a generative_reranker, for rows without a system message. null: the instruction of Qwen3-Reranker."""
     use_chat_template: bool | None = None
@@ -70,7 +70,7 @@ class RerankingConfig(TrainConfig):
             )
         if self.system:
             raise ConfigError(
-                "system is no part of a query with a document. Write instruction (of a generative_reranker), or put a "
+                "system is not part of a query with a document. Write instruction (of a generative_reranker), or put a "
                 "system message into the rows"
             )
         if self.loss_type != "listwise_reranker":

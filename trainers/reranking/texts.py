@@ -80,6 +80,6 @@ def _only_turn(text: Conversation) -> Any:
     turns = [message["content"] for message in text.messages if message["role"] != "system"]
     if len(turns) != 1:
         raise ValueError(
-            f"a query and a document have one turn each, beside a system message; this one has {len(turns)}"
+            f"a query and a document have one turn each, in addition to a system message; this one has {len(turns)}"
         )
     return turns[0]

@@ -40,7 +40,7 @@ from trainers.reranking.texts import PairEncoder
 from trainers.run.run import Run, saved_order
 
 HEADLINE = ("loss", "accuracy", "mrr")
-NO_VIDEOS = "rerankers read pictures, but not videos. Take rows without videos"
+NO_VIDEOS = "rerankers read pictures, but not videos. Use rows without videos"
 
 
 @RayHelper.worker(group="train")
@@ -207,7 +207,7 @@ def check_reranker(config: RerankingConfig, found: Any) -> None:
     if has_code and not config.is_generative and not is_classifier:
         raise ConfigError(
             f"model: {config.model!r} ({', '.join(names)}) has its own reranker code, which RayHelper does not "
-            "train. Take a language model, or a reranker of transformers."
+            "train. Use a language model, or a reranker of transformers."
         )
     if config.is_generative and is_encoder(found):
         raise ConfigError(f"model: {config.model!r} writes no answer. Write task_type: reranker")
@@ -223,5 +223,5 @@ def check_reranker(config: RerankingConfig, found: Any) -> None:
     if getattr(found, "type_vocab_size", 0) > 1:
         raise ConfigError(
             f"model: {config.model!r} ({found.model_type}) needs token types for query and document, which RayHelper "
-            "does not pass. Take an encoder without them, such as ModernBERT or XLM-RoBERTa."
+            "does not pass. Use an encoder without them, such as ModernBERT or XLM-RoBERTa."
         )

@@ -29,7 +29,7 @@ class RewardConfig(TrainConfig):
     """Batch sizes count packs instead of pairs: a pack has pairs of at most max_length tokens. Its sequences pass
     through the model without padding, as with padding_free."""
     center_rewards_coefficient: float | None = None
-    """Weight of a term that holds the mean reward near 0 (arXiv 2312.09244). null: none."""
+    """Weight of a term that keeps the mean reward near 0 (arXiv 2312.09244). null: none."""
     per_device_eval_batch_size: int = 8
     """Pairs that a worker passes through the model at once in evaluation."""
 

@@ -145,7 +145,7 @@ def _check_parameters(
             )
         if parameter.name not in offered:
             raise ValueError(
-                f"reward function {name!r} asks for {parameter.name!r}, but {dataset} has no such column (there are: "
+                f"reward function {name!r} needs {parameter.name!r}, but {dataset} has no such column (there are: "
                 f"{', '.join(offered)}). Rename one with `columns`, or give the parameter a default."
             )
     return parameters

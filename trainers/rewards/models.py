@@ -167,7 +167,7 @@ def check_reward_model(model: str | Path, trust_remote_code: bool) -> None:
             "loads it in a file of external_plugins, and name that function (reward_funcs; in sampling prm_model)"
         )
     if is_own and not trust_remote_code:
-        raise ValueError(f"{str(model)!r} brings its own code ({own[CLASSIFIER]}). Set trust_remote_code: true")
+        raise ValueError(f"{str(model)!r} has its own code ({own[CLASSIFIER]}). Set trust_remote_code: true")
 
 
 def _load_tokenizer(model: str | Path, trust_remote_code: bool) -> Any:
@@ -194,11 +194,11 @@ def _load_module(model: str | Path, dtype: torch.dtype, trust_remote_code: bool)
             model, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
     except RuntimeError as error:
-        raise ValueError(f"{str(model)!r} is no reward model of one score: {error}") from error
+        raise ValueError(f"{str(model)!r} is not a reward model of one score: {error}") from error
     if report["missing_keys"] or report.get("mismatched_keys"):
         missing = sorted(report["missing_keys"]) or report["mismatched_keys"]
         raise ValueError(
-            f"{str(model)!r} is no reward model: its checkpoint lacks {missing}, which would be random. Give a "
+            f"{str(model)!r} is not a reward model: its checkpoint lacks {missing}, which would be random. Give a "
             "sequence-classification checkpoint of one label."
         )
     return module

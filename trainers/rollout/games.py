@@ -64,7 +64,7 @@ class MathEnv(Env):
         asked = [message["content"] for message in config.messages if message["role"] == "user"]
         problem = row.get("problem") or (asked[-1] if asked else None)
         if problem is None:
-            raise ValueError("math_env asks the column 'problem' or the turn of the user, and a row has neither.")
+            raise ValueError("math_env needs the column 'problem' or the turn of the user, and a row has neither.")
         return problem, {}, "\n        ".join(self.lines)  # indented, as it is in ms-swift
 
     async def step(self, action: list[Message]) -> tuple[str, float, bool, dict[str, Any]]:

@@ -31,7 +31,7 @@ def placed(messages: Sequence[Mapping[str, Any]], pictures: Sequence[Any], name:
         return [dict(message) for message in messages]
     texts = [message["content"] for message in messages]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{name} added images beside a message of parts. Write texts with {MARK} in them.")
+        raise ValueError(f"{name} added images to a message that consists of parts. Write texts with {MARK} in them.")
     if (places := sum(text.count(MARK) for text in texts)) != len(pictures):
         raise ValueError(f"{name} added {len(pictures)} images, and texts with {places} places {MARK} for them")
     left = iter(pictures)

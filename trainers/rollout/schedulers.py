@@ -456,14 +456,14 @@ class ScheduledEpisode:
         if self.infos.pop("images", self.request.images) != self.request.images:
             raise ValueError(f"{self.name}: rollout_infos has other images than the request. Leave them out.")
         if media := [name for name in UNSEEN if self.infos.get(name)]:
-            raise ValueError(f"{self.name}: rollout_infos has {media[0]}, which schedulers cannot show")
+            raise ValueError(f"{self.name}: rollout_infos has {media[0]}, which schedulers cannot pass to a model")
         new = (infos or {}).get("total_reward")
         return None if new is None else float(new) - float(old or 0.0)
 
     def _new_images(self) -> list[Any]:
         """Those that the scheduler put behind the request's. Raises ValueError for what else it did to its media."""
         if media := [name for name in UNSEEN if getattr(self.request, name, None)]:
-            raise ValueError(f"{self.name} put {media[0]} into a request, which schedulers cannot show")
+            raise ValueError(f"{self.name} put {media[0]} into a request, which schedulers cannot pass to a model")
         images, size = list(self.request.images or []), len(self.images)
         if images[:size] != self.images:
             raise ValueError(f"{self.name} changed images that the model has seen. Put new ones behind them.")

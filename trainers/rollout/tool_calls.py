@@ -118,7 +118,7 @@ def form_of(tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> str:
             "a parser of vLLM. Or use register_tool_call_parser in a file of external_plugins."
         )
     if "tools" not in template:
-        logger.warning("the chat template does not show tools to the model: describe them in the prompts")
+        logger.warning("the chat template does not write tools: describe them in the prompts")
     return "hermes"
 
 

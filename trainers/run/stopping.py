@@ -260,7 +260,7 @@ class StepWatch:
             return
         self.has_given_up = True
         if where is not None:
-            told = f"\nSIGTERM: {work.name} did not end within {self.limit_s(work):g} s{rule} and is given up\n"
+            told = f"\nSIGTERM: {work.name} did not end within {self.limit_s(work):g} s{rule} and is abandoned\n"
             os.write(2, f"{told}{where}\n".encode())
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         if not self.over.wait(UNWIND_S):

@@ -104,7 +104,7 @@ def check_installed(report_to: Sequence[str]) -> None:
     for name in BUILT_IN:
         if name in report_to and not _is_installed(name):
             raise ConfigError(
-                f"report_to has {name}, which is not installed. Run `pip install {name}`, or take it out of report_to "
+                f"report_to has {name}, which is not installed. Run `pip install {name}`, or remove it from report_to "
                 "(report_to: none leaves metrics.jsonl)."
             )
 

@@ -49,19 +49,19 @@ class SamplingConfig(RunConfig):
     logging_steps: int = 10
     """Batches between lines on the console. The metrics files hold every batch."""
     shuffle_dataset: bool = False
-    """Take the rows in a random order, drawn from ``dataset_seed``."""
+    """Process the rows in a random order, drawn from ``dataset_seed``."""
 
     # Rows
     dataset_seed: int | None = None
     """The random seed for the order of rows. null: ``seed``."""
     data_range: list[int] = field(default_factory=list)
-    """[shard, total]: take only this shard (from 0) of the rows, which are divided into total near-equal shards. Empty:
-    take all."""
+    """[shard, total]: process only this shard (from 0) of the rows, which are divided into total near-equal shards.
+    Empty: take all."""
     num_sampling_batch_size: int | None = None
     """Rows per batch. null: 1. With client: enough for ``max_concurrent_requests``. With vllm: enough for 256
     candidates."""
     num_sampling_batches: int | None = None
-    """Batches of rows to take. null: all."""
+    """Batches of rows to process. null: all."""
 
     # Sampling
     sampler_type: Literal["sample", "distill"] = "sample"
@@ -98,7 +98,7 @@ class SamplingConfig(RunConfig):
     image_urls: bool = False
     """With hf and a vision model: download pictures from http addresses. false: rows with an address fail."""
     cache_files: list[str] = field(default_factory=list)
-    """Outputs of earlier runs. If they have ``num_return_sequences`` completions for a row, the row takes these."""
+    """Outputs of earlier runs. If they have ``num_return_sequences`` completions for a row, the row uses these."""
 
     # Server
     base_url: str = ""
@@ -122,7 +122,7 @@ class SamplingConfig(RunConfig):
     n_best_to_keep: int = 5
     """Largest number of positives per row. Without prm_model and orm_model, all candidates are kept."""
     prm_threshold: float = 0.0
-    """A candidate is a positive only if its process reward is above this."""
+    """A candidate is a positive only if its process reward is above this value."""
     easy_query_threshold: float | None = None
     """Drop rows if at least this share of their candidates is correct. null: keep all rows."""
 
@@ -199,7 +199,7 @@ def check_sampling(config: SamplingConfig) -> None:
         raise ConfigError(f"top_p must lie in (0, 1], got {config.top_p}; 1 keeps every token")
     check_seconds(config, "request_timeout_s")
     if math.isnan(config.prm_threshold):
-        raise ConfigError("prm_threshold is no number")
+        raise ConfigError("prm_threshold is not a number")
     _check_range(config.data_range)
     _check_engine(config)
     _check_choosing(config)
@@ -208,7 +208,7 @@ def check_sampling(config: SamplingConfig) -> None:
     if config.resume and config.override_exist_file:
         raise ConfigError("resume continues the file and override_exist_file starts over; set one of them")
     if config.retry_failed and not config.resume:
-        raise ConfigError("retry_failed needs a run that resumes: set resume too")
+        raise ConfigError("retry_failed needs a run that resumes: also set resume")
 
 
 def _check_range(data_range: list[int]) -> None:

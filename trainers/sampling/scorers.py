@@ -108,7 +108,9 @@ def scoring_function(spec: Any, *, takes_steps: bool) -> tuple[Callable[..., Any
     ((function, name),), _ = resolve_rewards([spec])
     parameter = inspect.signature(function).parameters.get("completion_ids")
     if parameter is not None and parameter.default is parameter.empty:
-        raise ValueError(f"reward function {name!r} asks for completion_ids, and sampling keeps texts. Tokenize there.")
+        raise ValueError(
+            f"reward function {name!r} needs completion_ids, but sampling keeps only texts. Tokenize there."
+        )
     return (step_minimum(function) if takes_steps else function), name
 
 

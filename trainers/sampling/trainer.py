@@ -103,7 +103,7 @@ class SamplingTrainer:
             for path in (config.output_path, config.ledger_path):
                 if path.exists():
                     raise ConfigError(
-                        f"output_file: {path} is there already. Set resume: true to continue it, "
+                        f"output_file: {path} already exists. Set resume: true to continue it, "
                         "override_exist_file: true to start over, or another output_file."
                     )
         num_workers = 1 if groups is None else groups.group_of("sampler").num_workers

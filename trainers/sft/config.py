@@ -60,7 +60,7 @@ class SFTConfig(TrainConfig):
     per_device_eval_batch_size: int = 8
     """Sequences that a worker passes through the model at once in evaluation."""
     max_eval_sequences: int | None = None
-    """Largest number of sequences in an evaluation (with packing: of packs). The first ones are taken. null: all."""
+    """Largest number of sequences in an evaluation (with packing: of packs). The first ones are used. null: all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

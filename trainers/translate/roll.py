@@ -41,8 +41,9 @@ WITHOUT = {
     "validation.": "write eval_dataset",
     "actor_train.data_args.preprocessing_num_workers": "rows are tokenized where they are used",
     "actor_train.data_args.dataset_dir": "file_name is the place of the rows",
-    "actor_train.data_args.interleave_probs": "rows of several files come in a random order",
-    "actor_train.data_args.domain_interleave_probs.": "rows of several domains come in a random order. Write datasets "
+    "actor_train.data_args.interleave_probs": "rows of several files are read in a random order",
+    "actor_train.data_args.domain_interleave_probs.": "rows of several domains are read in a random order. Write "
+    "datasets "
     "with fraction for shares",
     "actor_infer.num_gpus_per_worker": "vllm_tensor_parallel_size is the number of workers per model",
     "actor_train.use_remove_padding": "padding_free decides it, and backend: megatron never pads",
@@ -58,7 +59,7 @@ WITHOUT = {
     "actor_infer.offload_nccl": "process groups stay",
     "reference.offload_nccl": "process groups stay",
     "global_template": "the model's own chat template is used",
-    "query_filter_config.": "dynamic_sample: true leaves out prompts rewarded alike",
+    "query_filter_config.": "dynamic_sample: true leaves out prompts with equal rewards",
     "max_running_requests": "vllm_max_num_seqs says it",
 }
 REFUSED_ON = {  # switches that change numbers, and are not built

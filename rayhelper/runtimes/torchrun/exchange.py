@@ -170,7 +170,7 @@ class Exchange:
             ConnectionError: a process is gone, or what came is not from it: which.
         """
         if self.broken:
-            raise ConnectionError("an earlier call was given up")
+            raise ConnectionError("an earlier call was abandoned")
         lane = self.lanes[of_coroutine]
         number = lane.arrive()
         try:
@@ -205,8 +205,9 @@ class Exchange:
         for source, whole in enumerate(received):
             if not self.codes.fits(bytes(whole[:TAG_BYTES]), source, number, whole[TAG_BYTES:]):
                 raise _ForgedError(
-                    f"the message in the place of rank {source} was not made with this run's key, and was not read. "
-                    f"Either {VARIABLE} is not the same on all nodes, or another program writes to the run's store"
+                    f"the message in the place of rank {source} was not made with this run's key. RayHelper did not "
+                    f"read it. Either {VARIABLE} is not the same on all nodes, or another program writes to the run's "
+                    "store"
                 )
         values = [whole[TAG_BYTES:] for whole in received]
         return [(unpack(pickle.loads(value[1:]), writable=True), bool(value[0])) for value in values]

@@ -64,8 +64,8 @@ def check_same_arguments(outcomes: list[Outcome]) -> None:
             "the same arguments. Each takes its own slice of them. Look for a DataLoader or a shuffle without a seed: "
             "call torch.manual_seed(...) in main, or give it generator=torch.Generator().manual_seed(...). Do not "
             "give it a DistributedSampler. A time, a path or the order of a set is known to one process only. Get it "
-            "in a method of group 'driver' with execute='first'. If a role changes the argument in place, only its own "
-            "process sees it: return the value."
+            "in a method of group 'driver' with execute='first'. If a role changes the argument in place, only its "
+            "own process has the change: return the value."
         )
 
 

@@ -339,8 +339,9 @@ class TorchrunRuntime:
             raise self.ended[1]
         if self.exchange.broken:
             raise DeadlineError(
-                f"{what} cannot be made: an earlier call was given up, and the processes are out of step. End the run, "
-                f"or begin a new session on every process. What was seen then: {self.exchange.late}"
+                f"{what} cannot be made: an earlier call was abandoned, and the processes are no longer "
+                "synchronized. End the run, or begin a new session on every process. What was seen then: "
+                f"{self.exchange.late}"
             )
 
     def placement(self, method: RoleMethod[..., Any], target: Any) -> Any:

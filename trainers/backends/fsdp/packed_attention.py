@@ -198,16 +198,16 @@ def check_model(model: Any, *, tolerance: float | None = None) -> None:
         return
     told = f"model_init_kwargs: attn_implementation: {NAME}"
     if is_vision(model.config):
-        raise ConfigError(f"{told} does not support pictures, which {type(model).__name__} reads. Take sdpa.")
+        raise ConfigError(f"{told} does not support pictures, which {type(model).__name__} reads. Use sdpa.")
     if torch.cuda.is_available() and TORCH < "2.11":
         raise ConfigError(
-            f"{told} needs torch 2.11 or newer on a GPU; this is {torch.__version__}. Take sdpa, or update."
+            f"{told} needs torch 2.11 or newer on a GPU; this is {torch.__version__}. Use sdpa, or update."
         )
     other = sorted(set(getattr(config, "layer_types", None) or ()) - LAYERS)
     if other or getattr(config, "attention_chunk_size", None):
         raise ConfigError(
             f"{told} supports layers of full and of sliding attention; {type(model).__name__} has "
-            f"{', '.join(other) or 'attention in chunks'}. Take sdpa."
+            f"{', '.join(other) or 'attention in chunks'}. Use sdpa."
         )
     device = next(model.parameters()).device
     ids = torch.arange(7, device=device)[None] % config.vocab_size
@@ -221,11 +221,11 @@ def check_model(model: Any, *, tolerance: float | None = None) -> None:
         together = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **arguments)[0]
         apart = [model.base_model(input_ids=part, use_cache=False)[0] for part in ids.split([4, 3], dim=1)]
     except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{told}: {type(model).__name__} does not run with it ({error}). Take sdpa.") from error
+        raise ConfigError(f"{told}: {type(model).__name__} does not run with it ({error}). Use sdpa.") from error
     finally:
         model.train(training)
     wanted = torch.cat(apart, dim=1).float()
     if tolerance is None:
         tolerance = 1e-3 if together.dtype == torch.float32 else 5e-2
     if not bool((together.float() - wanted).abs().max() <= tolerance * wanted.abs().max()):
-        raise ConfigError(f"{told}: {type(model).__name__} does not separate documents with it. Take sdpa.")
+        raise ConfigError(f"{told}: {type(model).__name__} does not separate documents with it. Use sdpa.")

@@ -56,7 +56,7 @@ def mistake(kind: type, config: Any) -> str | None:
     return (
         f"{kind.__name__} of transformers has no loss that balances its experts, or its loss differs from Mixtral's. "
         f"Remove "
-        "it, or write backend: megatron and megatron: {moe_aux_loss_coeff: ...} if megatron-core knows the model."
+        "it, or write backend: megatron and megatron: {moe_aux_loss_coeff: ...} if megatron-core supports the model."
     )
 
 

@@ -104,7 +104,7 @@ def whole_names(config: Any, settings: Mapping[str, Any]) -> set[str]:
     if wanted and config.tie_word_embeddings:
         raise ConfigError(
             f"lora_kwargs: modules_to_save has {', '.join(wanted)}, but the model ties {' and '.join(known)}, and "
-            "backend: megatron trains no tied weight beside an adapter. Remove it, or write backend: fsdp and "
+            "backend: megatron trains no tied weight together with an adapter. Remove it, or write backend: fsdp and "
             "lora_kwargs: {ensure_weight_tying: true} too."
         )
     return {name for name in known.values() if any(_means(asked, name) for asked in wanted)}

@@ -235,7 +235,7 @@ class MegatronAdapter:
         own = {name: shape for piece in self._pieces() for name, shape in piece.source.tensors.items()}
         found = {name: tuple(weight.shape) for name, weight in given.items()}
         if odd := sorted(name for name in own.keys() | found.keys() if own.get(name) != found.get(name)):
-            raise ValueError(f"the adapter in {folder} has other weights than this model's, among them {odd[:3]}")
+            raise ValueError(f"the adapter in {folder} has other weights than this model, among them {odd[:3]}")
         for piece in self._pieces():
             piece.fill(given)
 

@@ -576,7 +576,7 @@ class MegatronBackend:
         folder = Path(folder)
         self.writer.wait()
         if not is_written(folder):
-            raise RuntimeError(f"{folder} is incomplete: a run ended while it was written. Take an earlier checkpoint.")
+            raise RuntimeError(f"{folder} is incomplete: a run ended while it was written. Use an earlier checkpoint.")
         self.sent = SentWeights()
         self.residence.bring_memory()
         with self.residence.weights_here():

@@ -204,7 +204,7 @@ def load_parts(folder: Path, stages: Sequence[Any], optimizer: Any, *, batch_byt
     for k, stage in enumerate(stages):
         others = stage.load_state_dict(found[f"stage {k}"], strict=False)
         odd = [name for name in (*others.missing_keys, *others.unexpected_keys) if EXTRA not in name]
-        assert not odd, f"all weights were asked for, and not {odd[:3]}"
+        assert not odd, f"all weights are needed, but the request names {odd[:3]}"
     names, step = found["optimizer"]["names"], found["optimizer"]["step"]
     places = _places(_shards(stages))
     own = list(kept(optimizer))

@@ -195,7 +195,7 @@ def divided(further: Mapping[str, Any]) -> dict[str, Any]:
 
 def _why_not(name: str, known: Mapping[str, Any]) -> str | None:
     if name in KEYS:
-        return f"{name} is a separate key. Write it beside megatron, not in it."
+        return f"{name} is a separate key. Write it as a separate key, not in megatron."
     if name not in known:
         near = nearest(name, [*known, *KEYS])
         return f"megatron-core has no field {name!r} in its configurations{near}."

@@ -75,7 +75,7 @@ def as_there(name: str) -> str:
 def _fp8_mistake(further: Mapping[str, Any], first: str) -> str | None:
     form, recipe = further.get("fp8"), further.get("fp8_recipe", "delayed")
     if form is None:
-        return f"{first} is of fp8. Write fp8: hybrid beside it, or remove it."
+        return f"{first} is of fp8. Also write fp8: hybrid, or remove it."
     if recipe not in RECIPES:
         return (
             f"with fp8, fp8_recipe must be one of {', '.join(RECIPES)}; it is {recipe!r}. (The default of "

@@ -177,7 +177,7 @@ def build_stages(
     if head == "value" and not is_known:
         raise ConfigError(
             f"transformers has no sequence classifier of {hf.model_type}, so no model of it with values can be written "
-            "or read. Take another model."
+            "or read. Use another model."
         )
     patches.apply()
     fields = model_fields(hf, settings, dtype=dtype, on_gpu=device.type == "cuda", has_adapter=has_adapter)

@@ -310,7 +310,7 @@ class MegatronWeights:
                         in_file[name] = kept.read(name)
                     continue
                 given, weight = next(weights)
-                assert given == name, "weights come in the order that was planned"
+                assert given == name, "weights arrive in the planned order"
                 if is_writer:
                     in_file[name] = weight.to("cpu", dtype)
             if is_writer:

@@ -53,7 +53,7 @@ FSDP2 = {  # ms-swift's swift/config/fsdp2.json
 EIGHT_BITS = ("fp8_format", "fp8_recipe", "fp8_param_gather")
 OF_DELAYED = ("fp8_amax_history_len", "fp8_amax_compute_algo")  # read by the recipe delayed alone
 OF_SPEED = {  # keys of Megatron's experts that change no number
-    "moe_grouped_gemm": "transformers chooses how experts are multiplied",
+    "moe_grouped_gemm": "transformers chooses the kernel of the experts",
     "moe_permute_fusion": "transformers permutes the tokens",
     "moe_shared_expert_overlap": "experts are computed one after the other",
 }

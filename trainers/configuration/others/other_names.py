@@ -239,7 +239,7 @@ _VLLM = "vLLM completes prompts only in GRPO, PPO and GKD. Remove it"
 _SERVER = "prompts are completed by the workers of role rollout. Remove it, and give rollout its own device group "
 _SERVER += "where it shall not share that of train"
 _MEGATRON = "nothing is trained or scored by a backend here. Remove it (or write 1)"
-_MEGATRON_ONLY = "it is a setting of Megatron's. Write backend: megatron beside it, or remove it"
+_MEGATRON_ONLY = "it is a setting of Megatron's. Also write backend: megatron, or remove it"
 _BRIDGE = "weights are converted by the backend itself, tensor by tensor. Remove it"
 _ADAPTERS = "merge the adapter into its model and name the folder as model"
 _TEMPLATE = "the tokenizer's own chat template is used. Remove it, or write another as chat_template"
@@ -313,7 +313,7 @@ REFUSED = {
     "problem_type": "sft with task_type: seq_cls classifies rows. Remove it elsewhere",
     **dict.fromkeys(QUANTIZED, trl_names.QLORA),
     "neftune_noise_alpha": "only SFT and pretraining add noise to embeddings. Remove it",
-    "interleave_prob": "rows of several files come in a random order. Write datasets, each with its fraction",
+    "interleave_prob": "rows of several files are read in a random order. Write datasets, each with its fraction",
     "target_parameters": "write lora_kwargs: {target_parameters: [...]}",
     **dict.fromkeys(
         (
@@ -327,13 +327,13 @@ REFUSED = {
     "template": _TEMPLATE,
     "template_backend": _TEMPLATE,
     "agent_template": _TEMPLATE,
-    "use_hf": "models and data come from folders or the Hugging Face hub. Remove it",
+    "use_hf": "models and data are read from folders or the Hugging Face hub. Remove it",
     # data
     "streaming": "SFT and pretraining stream; this trainer reads all rows at the start. Write streaming: false",
     "loss_scale": "this trainer learns the last answer, which is loss_scale last_round. Write that, or remove it",
     "data_seed": "seed is also the seed of the data. Remove it, or write the same number",
-    "train_dataloader_shuffle": "shuffle_dataset sets the order of rows. Write that key, or defaults: ms-swift "
-    "beside it",
+    "train_dataloader_shuffle": "shuffle_dataset sets the order of rows. Write that key, or also write defaults: "
+    "ms-swift",
     "packing_length": "packed rows have max_length tokens. Write that",
     "enable_thinking": "this trainer gives the chat template no variables. Write a chat_template",
     # optimization
@@ -352,7 +352,8 @@ REFUSED = {
     "repetition_n_grams": _REPETITION,
     "repetition_max_penalty": _REPETITION,
     "reward_model_plugin": "write a reward function in a file of external_plugins",
-    "multi_turn_scheduler": "GRPO and GKD have it, without environment beside it. Write one of them, or remove it",
+    "multi_turn_scheduler": "only GRPO and GKD have it, and not together with environment. Write one of them, or "
+    "remove it",
     "use_gym_env": "write environment: name",
     "completion_length_limit_scope": "only GRPO and GKD have completions of several turns. Remove it",
     **dict.fromkeys(("stop_words", "stop_strings", "stop"), _STOPS),

@@ -293,8 +293,8 @@ def _model(given: GivenKeys) -> None:
         elif value is not None:
             given.refuse(
                 "chat_template_path",
-                f"chat_template_path: {value!r} is no .jinja file and no folder with chat_template.jinja. Write the "
-                "file as chat_template",
+                f"chat_template_path: {value!r} is neither a .jinja file nor a folder with chat_template.jinja. "
+                "Write the file as chat_template",
             )
     if given.foreign("data_seed") and given.get("data_seed") is None:
         given.take("data_seed")

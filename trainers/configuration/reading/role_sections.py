@@ -165,7 +165,7 @@ def _disagreement(
     if not readers and not is_shared and name_of_role != main_role(given.roles):
         return f"section {section!r} has {key}, which role {section} does not read. Move it to the top level."
     if name in said and said[name][0] == section:
-        return f"section {section!r} says {name} twice, as {said[name][1]} and {key}. Remove one of them"
+        return f"section {section!r} sets {name} twice, as {said[name][1]} and {key}. Remove one of them"
     if name in said and plain(said[name][2]) != plain(value):
         return (
             f"sections {said[name][0]!r} and {section!r} disagree on {key} ({said[name][2]} and {value}), which has "

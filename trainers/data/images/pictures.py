@@ -58,7 +58,7 @@ class Picture:
             with Image.open(file) as opened:
                 image = in_rgb(opened)  # reads all of it
         except UnidentifiedImageError:  # its text names an object in memory
-            raise ValueError("it is no picture of a kind that Pillow knows") from None
+            raise ValueError("it is not a picture in a format that Pillow reads") from None
         except Image.DecompressionBombError as error:
             raise ValueError(str(error)) from None
         if self.max_pixels is None or image.width * image.height <= self.max_pixels:

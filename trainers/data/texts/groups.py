@@ -138,7 +138,7 @@ def group_mistake(row: Mapping[str, Any], *, images: ImageReader | None = None) 
             return names[0], f"no {what}: a row has one of {', '.join(names)}"
     label = _first(row, LABELS)
     if label is not None and not (isinstance(label, (int, float)) and math.isfinite(label)):
-        return "label", f"{str(label)[:40]!r} is no number"
+        return "label", f"{str(label)[:40]!r} is not a number"
     if images is None and (name := next((name for name in PICTURES if _any(row.get(name))), None)):
         return name, "has pictures, which this model cannot read"
     try:

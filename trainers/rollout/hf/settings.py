@@ -62,7 +62,9 @@ def keys_of_sampling(key: str, beside: Collection[str] | None = None) -> dict[st
     """Why fields of ``Sampling`` may not be given in ``key``; ``beside`` as above."""
     names = [field.name for field in dataclasses.fields(Sampling)]
     return {
-        name: f"write the key {name} beside {key}" if beside is None or name in beside else "this trainer has it not"
+        name: f"write the key {name} in addition to {key}"
+        if beside is None or name in beside
+        else "this trainer has it not"
         for name in names
     }
 

@@ -276,7 +276,7 @@ class VllmEngine:
         """
         if k > self.max_logprobs:
             raise ConfigError(
-                f"the top {k} tokens were asked for, but the engine's max_logprobs is {self.max_logprobs}"
+                f"the top {k} tokens were requested, but the engine's max_logprobs is {self.max_logprobs}"
             )
         return self._scored(sequences, k, temperature)
 
@@ -328,7 +328,7 @@ class VllmEngine:
         What was cached of prompts is of no use to any that starts later. ``part``: what is not given stays as it is.
         ``version``: of the policy that they are; None: one more than before.
         """
-        assert self._has_weights or not part, "sleep level 2 dropped the others"
+        assert self._has_weights or not part, "sleep level 2 dropped the other tensors"
         named_weights = self._noting(named_weights)
         if self.lora_rank:
             self.core.adapter = put_adapter(self.engine, self.lora_rank, named_weights)

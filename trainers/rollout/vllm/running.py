@@ -31,7 +31,7 @@ class Running:
             RuntimeError: it has not ended, but was given up.
         """
         if reason not in ("stop", "length"):
-            raise RuntimeError(f"vLLM gave up prompt {self.number} ({reason}) after {len(self.ids)} tokens")
+            raise RuntimeError(f"vLLM abandoned prompt {self.number} ({reason}) after {len(self.ids)} tokens")
         starts = [start for _, start in self.versions]
         return Completion(
             self.number,

@@ -39,7 +39,10 @@ _FIXED = {
     "stop": "a completion ends with a token: write its id as the key stop_token_ids",
     "n": "a prompt has one completion; give it several times",
     **dict.fromkeys(("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"), "see token_logps"),
-    **dict.fromkeys(("logprobs", "logprob_token_ids", "flat_logprobs"), "those of the sampled tokens are always there"),
+    **dict.fromkeys(
+        ("logprobs", "logprob_token_ids", "flat_logprobs"),
+        "log-probabilities of the sampled tokens are always returned",
+    ),
     **dict.fromkeys(
         (
             *("detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
@@ -77,7 +80,7 @@ def checked_engine_kwargs(given: Mapping[str, Any], *, key: str = "vllm_engine_k
     if isinstance(limit := given.get("limit_mm_per_prompt"), str):  # as ms-swift's command line writes it
         given = {**given, "limit_mm_per_prompt": plain(limit)}
     taken = dict.fromkeys(_TAKEN, "other keys or the trainer set it.")
-    taken["mm_processor_kwargs"] = "write image_processor_kwargs, which the trainer reads too."
+    taken["mm_processor_kwargs"] = "write image_processor_kwargs, which the trainer also reads."
     taken["patches"] = "it is not a field of vLLM. Write the key vllm_patches, outside of any section."
     check_fields(given, key, "vLLM's EngineArgs", types, taken)
     for name in _ONE:
@@ -119,7 +122,7 @@ def check_device(on_cpu: bool, *, sleep_level: int, dtype: str = "float32", lora
 NOT_ON_CPU = {
     "qwen3_next": "its gated delta layers take only bfloat16, not float32",
     "minimax_m2": "experts are chosen only by a softmax, not a sigmoid",
-    "qwen3_5_moe_text": "its gated delta layers take only bfloat16 there, and its experts only float32",
+    "qwen3_5_moe_text": "its gated delta layers take only bfloat16, and its experts take only float32",
 }
 WHOLE = ("gemma3", "paligemma")  # a token of a picture attends to the whole picture
 DELTA_ON_CPU = ("qwen3_5_text",)  # gated delta layers, which vLLM runs on a CPU in bfloat16 alone
@@ -145,15 +148,15 @@ def check_model_on_cpu(
         if whole.model_type in WHOLE or is_seen_whole:
             raise ConfigError(
                 f"{key}: vllm cannot run {whole.model_type} on a CPU. Tokens of its pictures attend to the whole "
-                f"picture, but there vLLM uses only the tokens before them. Take {key}: hf, or a GPU."
+                f"picture, but there vLLM uses only the tokens before them. Use {key}: hf, or a GPU."
             )
     kind = getattr(config, "model_type", "")
     if kind in NOT_ON_CPU:
-        raise ConfigError(f"{key}: vllm cannot run {kind} on a CPU: {NOT_ON_CPU[kind]}. Take {key}: hf, or a GPU.")
+        raise ConfigError(f"{key}: vllm cannot run {kind} on a CPU: {NOT_ON_CPU[kind]}. Use {key}: hf, or a GPU.")
     if unknown := _head_sizes(config) - set(HEADS_ON_CPU):
         raise ConfigError(
             f"{key}: vllm cannot run {kind} on a CPU with attention heads of size {min(unknown)}: there vLLM "
-            f"has only the sizes {', '.join(map(str, HEADS_ON_CPU))}. Take {key}: hf, or a GPU."
+            f"has only the sizes {', '.join(map(str, HEADS_ON_CPU))}. Use {key}: hf, or a GPU."
         )
     if kind not in DELTA_ON_CPU:
         if dtype != "float32":
@@ -163,7 +166,7 @@ def check_model_on_cpu(
     if dtype != "bfloat16" or widths != (DELTA_WIDTH, DELTA_WIDTH):
         raise ConfigError(
             f"the vllm engine on a CPU runs {kind} only in bfloat16, with gated delta heads of {DELTA_WIDTH}. Here "
-            f"dtype is {dtype}, and the heads have {widths[0]} and {widths[1]}. Set dtype: bfloat16, or take "
+            f"dtype is {dtype}, and the heads have {widths[0]} and {widths[1]}. Set dtype: bfloat16, or use "
             f"{key}: hf, or a GPU."
         )
 

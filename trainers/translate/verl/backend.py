@@ -51,7 +51,7 @@ def _megatron(theirs: Theirs, ours: Ours) -> None:
         if (value := theirs.take(f"{MEGATRON}.{name}")) is not None:
             ours.say(name, value, theirs, f"{MEGATRON}.{name}")
         if (other := theirs.values.get(f"{REF}.megatron.{name}", value)) not in (value, 1, None):
-            ours.without[f"{REF}.megatron.{name}"] = f"the reference lies as the policy does ({other} there)"
+            ours.without[f"{REF}.megatron.{name}"] = f"the reference is placed like the policy ({other} there)"
         theirs.taken.add(f"{REF}.megatron.{name}")
     for name in ("param_offload", "grad_offload", "optimizer_offload", "use_distributed_optimizer"):
         if (value := theirs.take(f"{MEGATRON}.{name}")) is not None:

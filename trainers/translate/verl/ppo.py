@@ -16,9 +16,9 @@ LENGTHS = ("ppo_mini_batch_size", "ppo_epochs", "loss_agg_mode")
 WITHOUT = {
     "critic.model.": "the critic is loaded, sharded and offloaded as the policy is",
     "critic.fsdp": "the critic is loaded, sharded and offloaded as the policy is",
-    "critic.megatron.": "the critic lies as the policy does",
+    "critic.megatron.": "the critic is placed like the policy",
     "critic.strategy": "one backend holds for all roles that train or score",
-    "critic.ulysses_sequence_parallel_size": "the critic lies as the policy does",
+    "critic.ulysses_sequence_parallel_size": "the critic is placed like the policy",
     "critic.ppo_micro_batch_size": "the critic learns in micro-batches of the policy's size",
     "critic.ppo_max_token_len_per_gpu": "the critic learns in micro-batches of the policy's size",
     "critic.use_dynamic_bsz": "the critic learns in micro-batches of the policy's size",

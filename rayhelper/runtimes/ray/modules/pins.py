@@ -60,7 +60,7 @@ class _Pinned(importlib.machinery.PathFinder):
 
 class _PinnedLoader(importlib.machinery.SourceFileLoader):
     def path_stats(self, path: Any) -> Any:
-        raise OSError(f"{path} was edited: bytecode beside it is of another source")
+        raise OSError(f"{path} was edited: the bytecode next to it belongs to another source")
 
     def get_data(self, path: Any) -> bytes:
         return _PINNED[self.name]

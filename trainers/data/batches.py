@@ -82,8 +82,8 @@ class Batches:
 def nothing_left(batch_size: int) -> ConfigError:
     """The error for rows that do not fill one batch where only whole batches are taken."""
     return ConfigError(
-        f"dataloader_drop_last: the rows fill no batch of {batch_size}, and incomplete batches are dropped. Remove it, "
-        "or make batches smaller."
+        f"dataloader_drop_last: the rows fill no batch of {batch_size}, and incomplete batches are dropped. Write "
+        "dataloader_drop_last: false, or make batches smaller."
     )
 
 

@@ -17,7 +17,7 @@ setup: .venv/installed ## a virtual environment with everything pinned
 check: setup ## formatting, lint and types
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
-	$(PYTHON) -m mypy
+	$(PYTHON) -m mypy --num-workers 2
 
 test: setup ## the whole test suite, in three processes on two cores: tests also wait
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 3 --dist loadgroup --no-loadscope-reorder tests

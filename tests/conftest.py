@@ -128,6 +128,8 @@ def ray_cluster() -> Iterator[None]:
             num_gpus=8,
             include_dashboard=False,
             object_store_memory=512 * 1024 * 1024,
+            # two workers that no test asks for, which cost as much as all of Ray's daemons while they idle
+            _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
             logging_level=logging.WARNING,
             runtime_env={"py_executable": warm.python()},
         )

@@ -34,6 +34,10 @@ SEEING = (  # the first that matches the model's name: of benchmarks/tiny/vision
     (r"PaddleOCR-VL", "paddleocr_vl"),
     (r"Qwen2\.5-Omni", "qwen2_5_omni"),
     (r"Qwen3-Omni", "qwen3_omni_moe"),
+    (r"gemma-4.*A\d+B", "gemma4_moe"),
+    (r"gemma-4", "gemma4"),
+    (r"MiniCPM-V-4\.6", "minicpmv4_6"),
+    (r"Llama-4", "llama4"),
 )
 CONFIGURED = (  # the model_type in the config.json of the hub, and whether the code comes with the model
     (r"InternVL3", OWN_CODE, True),
@@ -46,9 +50,8 @@ CONFIGURED = (  # the model_type in the config.json of the hub, and whether the 
     (r"Phi-4-multimodal", "phi4mm", True),
     (r"MOSS-VL", "moss_vl", True),
     (r"DeepSeek-OCR|deepseek-vl2", "deepseek_vl_v2", True),
-    (r"gemma-4", "gemma4", False),
-    (r"Llama-4", "llama4", False),
-    (r"MiniCPM-V-4\.6", "minicpmv4_6", False),
+    (r"gemma-4-12B", "gemma4_unified", False),
+    (r"diffusiongemma", "diffusion_gemma", False),
     (r"HunyuanOCR", "hunyuan_vl", False),
 )
 ROWS = (  # columns of rows, by the names of data
@@ -213,8 +216,7 @@ def _configured(found: tuple[Any, ...], folder: Path) -> str:
             names = {"AutoConfig": "configuration.Configuration", "AutoModelForCausalLM": "modeling.Model"}
             (target / "config.json").write_text(json.dumps({"model_type": kind, "auto_map": names}))
         else:
-            sees = {"vision_config": {}} if kind == "gemma4" else {}
-            AutoConfig.for_model(kind, **sees).save_pretrained(target)
+            AutoConfig.for_model(kind).save_pretrained(target)
     return str(target)
 
 

@@ -394,6 +394,90 @@ def _paddleocr_vl(folder: Path, **text: Any) -> tuple[Any, Any]:
     return config, tokenizer
 
 
+def _gemma4(folder: Path, **text: Any) -> tuple[Any, Any]:
+    """With the layers of the small ones: embeddings of each layer, keys that layers share, and an audio tower."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    tokens = ["<|image>", "<image|>", "<|image|>", "<|audio>", "<audio|>", "<|audio|>", "<|video|>"]
+    names = {"boi_token": tokens[0], "eoi_token": tokens[1], "image_token": tokens[2]}
+    names |= {"boa_token": tokens[3], "eoa_token": tokens[4], "audio_token": tokens[5]}
+    tokenizer = _tokenizer(tokens, tokens[2], **names)
+    Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70).save_pretrained(folder)
+    _processor_config(folder, "Gemma4Processor", image_seq_length=70)
+    layers = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    sizes = {"num_hidden_layers": 4, "layer_types": layers, "sliding_window": 256, "head_dim": 8, "global_head_dim": 16}
+    sizes |= {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "use_bidirectional_attention": "vision"}
+    sizes |= {"num_global_key_value_heads": 1}
+    vision = {"patch_size": 4, "head_dim": 8, "position_embedding_size": 256, "num_key_value_heads": 2}
+    audio = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16}
+    size = {"vocab_size": len(tokenizer), "vocab_size_per_layer_input": len(tokenizer)}
+    config = transformers.Gemma4Config(
+        text_config=TEXT | size | {"dtype": "float32"} | sizes | text,
+        vision_config=_siglip(**vision),
+        audio_config=audio | {"subsampling_conv_channels": [8, 4]},
+        **_ids(tokenizer, boi_token_id=tokens[0], eoi_token_id=tokens[1], image_token_id=tokens[2]),
+        **_ids(tokenizer, boa_token_id=tokens[3], eoa_token_index=tokens[4], audio_token_id=tokens[5]),
+        **_ids(tokenizer, video_token_id=tokens[6]),
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+    )
+    return config, tokenizer
+
+
+def _gemma4_moe(folder: Path, **text: Any) -> tuple[Any, Any]:
+    """With the layers of the mixture: experts beside a dense MLP, and no embeddings of each layer."""
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+    config, tokenizer = _gemma4(
+        folder, **experts, hidden_size_per_layer_input=0, num_kv_shared_layers=0, attention_k_eq_v=True, **text
+    )
+    config.audio_config = None
+    return config, tokenizer
+
+
+def _minicpmv4_6(folder: Path, **text: Any) -> tuple[Any, Any]:
+    from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
+
+    names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+    for kind in ("image", "slice", "image_id"):
+        names |= {f"{kind}_start_token": f"<{kind}>", f"{kind}_end_token": f"</{kind}>"}
+    tokenizer = _tokenizer([*names.values()], names["image_token"], names["video_token"], **names)
+    sizes = {"scale_resolution": 16, "patch_size": 2, "max_slice_nums": 4}
+    MiniCPMV4_6ImageProcessorPil(**sizes).save_pretrained(folder)
+    _video_config(folder, "MiniCPMV4_6", **sizes)
+    _processor_config(folder, "MiniCPMV4_6Processor")
+    vision = _siglip(patch_size=2, image_size=16, num_hidden_layers=3, insert_layer_id=1)
+    language = TEXT | DELTA | {"model_type": "qwen3_5_text", "vocab_size": len(tokenizer), "dtype": "float32"} | text
+    config = transformers.MiniCPMV4_6Config(
+        text_config=language,
+        vision_config=vision,
+        insert_layer_id=1,
+        image_size=16,
+        **_ids(tokenizer, image_token_id=names["image_token"], video_token_id=names["video_token"]),
+        tie_word_embeddings=False,
+    )
+    return config, tokenizer
+
+
+def _llama4(folder: Path, **text: Any) -> tuple[Any, Any]:
+    """Its image processor needs torchvision; writing its file does not."""
+    tokens = ["<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>", "<|tile_x_separator|>"]
+    tokenizer = _tokenizer([*tokens, "<|tile_y_separator|>"], "<|image|>")
+    sizes = {"size": {"height": 16, "width": 16}, "max_patches": 4, "resize_to_max_canvas": False}
+    written = {"image_processor_type": "Llama4ImageProcessor", **sizes}
+    (folder / "preprocessor_config.json").write_text(json.dumps(written))
+    _processor_config(folder, "Llama4Processor", patch_size=4, pixel_shuffle_ratio=0.5)
+    vision = {"image_size": 16, "patch_size": 4, "intermediate_size": 64, "vision_output_dim": 24}
+    vision |= {"projector_input_dim": 24, "projector_output_dim": 24, "hidden_size": 16, "num_hidden_layers": 2}
+    experts = {"num_local_experts": 4, "intermediate_size_mlp": 48, "head_dim": 8, "no_rope_layer_interval": 2}
+    config = transformers.Llama4Config(
+        text_config=TEXT | {"vocab_size": len(tokenizer), "dtype": "float32"} | experts | text,
+        vision_config=vision | {"num_attention_heads": 2, "pixel_shuffle_ratio": 0.5},
+        **_ids(tokenizer, boi_token_index=tokens[0], eoi_token_index=tokens[1], image_token_index="<|patch|>"),
+        tie_word_embeddings=False,
+    )
+    return config, tokenizer
+
+
 MODELS: dict[str, Callable[..., tuple[Any, Any]]] = {  # tested with pictures
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
@@ -416,6 +500,10 @@ FURTHER: dict[str, Callable[..., tuple[Any, Any]]] = {
     "paddleocr_vl": _paddleocr_vl,
     "qwen2_5_omni": _qwen2_5_omni,
     "qwen3_omni_moe": _qwen3_omni_moe,
+    "gemma4": _gemma4,
+    "gemma4_moe": _gemma4_moe,
+    "minicpmv4_6": _minicpmv4_6,
+    "llama4": _llama4,
 }
 
 

@@ -17,6 +17,7 @@ import random
 import secrets
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections import deque
@@ -42,7 +43,7 @@ _BUILTINS: dict[str, tuple[Any, ...]] = {
         *(time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns),
         *(time.process_time, time.process_time_ns, time.localtime, time.gmtime, time.ctime, time.strftime),
     ),
-    PROCESS: (os.getpid, os.getppid, socket.gethostname, os.cpu_count),
+    PROCESS: (*(os.getpid, os.getppid, os.cpu_count, socket.gethostname), threading.get_ident, threading.get_native_id),
     ENTROPY: (os.urandom,),
     FOLDER: (os.getcwd,),
     FILE_ORDER: (os.listdir, os.scandir),

@@ -9,7 +9,7 @@ from typing import Any
 
 from rayhelper.errors import RoleError
 from rayhelper.roles.methods import RoleMethod
-from rayhelper.roles.names import read_by
+from rayhelper.roles.names import Names
 from rayhelper.values.slicing import instance_of
 
 
@@ -19,15 +19,15 @@ class InPlace:
     def __init__(self, instance: Any) -> None:
         self.stamps = {name: stamp for name, value in _held(instance).items() if (stamp := _stamp(value)) is not None}
 
-    def check(self, method: RoleMethod[..., Any], target: Any, title: str) -> None:
-        """Raises RoleError if the method reads one that was changed since."""
+    def check(self, method: RoleMethod[..., Any], names: Names, target: Any, title: str, owner: str = "self") -> None:
+        """Raises RoleError if the method, which does this with the object, reads one that was changed since."""
         if not self.stamps:
             return
         held = _held(target)
-        for name in read_by(type(target), method) & self.stamps.keys():
+        for name in names.reads & self.stamps.keys():
             if name in held and _stamp(held[name]) != self.stamps[name]:
                 raise RoleError(
-                    f"{title} reads self.{name}, which was changed in place on the driver after construction (its "
+                    f"{title} reads {owner}.{name}, which was changed in place on the driver after construction (its "
                     f"values, dtype, device or mode). The workers of role {method.role!r} have their own copy. Change "
                     f"it in a method of role {method.role!r}, or in __init__."
                 )

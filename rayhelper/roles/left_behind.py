@@ -3,6 +3,7 @@
     self.count += 1            the driver still has what __init__ set
     self.history.append(x)     so it has here
     self.optimizer.step()      and weights that nobody trained
+    self.part.step()           in a part as well, though the driver hears of no call to it
 
 With Ray off the driver reads what the role has set. Elsewhere it would read what ``__init__`` set, without a word: a
 script would save a model that was never trained. So such an attribute is taken from the driver's object with the first
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.names import CHANGING, function_of, tree_of
 from rayhelper.roles.stale import Snapshot
+from rayhelper.roles.used_parts import with_roles
 
 _STATE_DICT = "state_dict()"
 _TRAINING = frozenset(("backward", "step"))
@@ -46,9 +48,15 @@ class LeftBehind:
         if method.__name__ in self.seen or method.kind != "method":
             return
         self.seen.add(method.__name__)
-        held = getattr(target, "__dict__", {})
         cls: Any = type(target)
-        changed = _changed_by(cls, method)
+        self.take(_changed_by(cls, method.function), target, title, snapshot)
+        for instance, changed in _parts_changed_by(target, method.function):
+            placement = instance._rayhelper
+            placement.left.take(changed, instance, title, placement.snapshot)
+
+    def take(self, changed: Changed, target: Any, title: str, snapshot: Snapshot) -> None:
+        """What is changed on workers is not to be read here from now on."""
+        held = getattr(target, "__dict__", {})
         for name in changed.names | {name for name in changed.trained if _learns(held.get(name))}:
             value = held.get(name)
             if value is None or not snapshot.is_as_constructed(name, value):
@@ -89,12 +97,12 @@ def _learns(value: Any) -> bool:
 
 
 @functools.lru_cache(4096)
-def _changed_by(cls: Any, method: RoleMethod[..., Any]) -> Changed:
+def _changed_by(cls: Any, function: Callable[..., Any]) -> Changed:
     names: set[str] = set()
     read: set[str] = set()
     trains = False
-    for function in _functions(cls, method.function, set()):
-        own, tree = function.__code__.co_varnames[0], tree_of(function)
+    for plain in _functions(cls, function, set()):
+        own, tree = plain.__code__.co_varnames[0], tree_of(plain)
         for node in ast.walk(tree) if tree is not None else ():
             name = _attribute(node, own)
             if name is not None:
@@ -107,6 +115,78 @@ def _changed_by(cls: Any, method: RoleMethod[..., Any]) -> Changed:
                     names.add(_attribute(node.func.value, own) or "")
                 trains = trains or node.func.attr in _TRAINING
     return Changed(frozenset(names - {""}), frozenset(read if trains else ()))
+
+
+def _parts_changed_by(
+    target: Any, function: Callable[..., Any], seen: frozenset[Any] = frozenset()
+) -> Iterator[tuple[Any, Changed]]:
+    """The objects with roles that a method reaches by ``self.part.name``, and what it changes of them."""
+    cls: Any = type(target)
+    if (id(target), function) in seen:
+        return
+    seen |= {(id(target), function)}
+    uses = _uses(cls, function)
+    for attribute in sorted(uses.of):
+        for instance in with_roles(vars(target).get(attribute)):
+            part: Any = type(instance)
+            names = set(uses.of[attribute].names)
+            trained = set(uses.of[attribute].trained if uses.trains else ())
+            for used in uses.of[attribute].trained:
+                called = function_of(part, used)
+                if called is not None:
+                    changed = _changed_by(part, called)
+                    names |= changed.names
+                    trained |= changed.trained
+                    yield from _parts_changed_by(instance, called, seen)
+            yield instance, Changed(frozenset(names), frozenset(trained))
+
+
+class Uses(NamedTuple):
+    """By attribute of an object, what a method sets (``names``) and reads (``trained``) of what it holds."""
+
+    of: dict[str, Changed]
+    trains: bool
+
+
+@functools.lru_cache(4096)
+def _uses(cls: Any, function: Callable[..., Any]) -> Uses:
+    set_of: dict[str, set[str]] = {}
+    read_of: dict[str, set[str]] = {}
+    trains = False
+    for plain in _functions(cls, function, set()):
+        own, tree = plain.__code__.co_varnames[0], tree_of(plain)
+        nodes = list(ast.walk(tree)) if tree is not None else []
+        stands_for: dict[str, str] = {}  # local names: for p in self.parts, part = self.part
+        for node in nodes:
+            targets: list[ast.expr]
+            if isinstance(node, (ast.For, ast.comprehension)):
+                targets, source = [node.target], node.iter
+            elif isinstance(node, ast.Assign):
+                targets, source = node.targets, node.value
+            else:
+                continue
+            attribute = _held_by(source, own, stands_for)
+            if attribute is not None:
+                stands_for |= {one.id: attribute for one in targets if isinstance(one, ast.Name)}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and (attribute := _held_by(node.value, own, stands_for)) is not None:
+                of = read_of if isinstance(node.ctx, ast.Load) else set_of
+                of.setdefault(attribute, set()).add(node.attr)
+            trains = trains or (
+                isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _TRAINING
+            )
+    found = {
+        name: Changed(frozenset(set_of.get(name, ())), frozenset(read_of.get(name, ())))
+        for name in set_of.keys() | read_of.keys()
+    }
+    return Uses(found, trains)
+
+
+def _held_by(node: ast.AST, own: str, stands_for: dict[str, str]) -> str | None:
+    """The attribute that holds what an expression stands for: ``parts`` of ``self.parts[0]``."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return stands_for.get(node.id) if isinstance(node, ast.Name) else _attribute(node, own)
 
 
 def _attribute(node: ast.AST, own: str) -> str | None:

@@ -38,6 +38,8 @@ class Names:
 
     reads: set[str] = field(default_factory=set)
     writes: set[str] = field(default_factory=set)
+    adds_to: set[str] = field(default_factory=set)  # self.count += 1
+    reads_of_roles: set[str] = field(default_factory=set)  # that methods of roles set, and this one reads first
     changes: set[str] = field(default_factory=set)  # in which something is set: self.options["lr"] = 1
     globals: set[tuple[int, str]] = field(default_factory=set)  # by the id of the namespace
     set_globals: set[tuple[int, str]] = field(default_factory=set)
@@ -52,6 +54,7 @@ class Names:
     def add(self, other: Names) -> None:
         self.reads |= other.reads
         self.writes |= other.writes
+        self.adds_to |= other.adds_to
         self.changes |= other.changes
         self.globals |= other.globals
         self.set_globals |= other.set_globals
@@ -62,11 +65,6 @@ class Names:
         self.classes |= other.classes
         self.functions |= other.functions
         self.reads_any |= other.reads_any
-
-
-def read_by(cls: Any, method: RoleMethod[..., Any]) -> set[str]:
-    """The attributes that a role's method reads, and no method of a role sets."""
-    return of_method(cls, method).reads
 
 
 def names_of_roles(cls: Any) -> frozenset[str]:
@@ -82,9 +80,26 @@ def of_method(cls: Any, method: RoleMethod[..., Any]) -> Names:
     if method.kind == "method":
         found.add(_of_function(cls, method.function, set()))
         _follow(found)
+    found.reads_of_roles = (found.reads & of_class(cls).writes - found.writes) | found.adds_to
     found.reads -= of_class(cls).writes
     found.attributes -= of_class(cls).writes | of_class(cls).set_elsewhere | set_by(cls).set_elsewhere
     found.globals -= of_class(cls).set_globals
+    return found
+
+
+@functools.lru_cache(4096)
+def of_use(cls: Any, used: frozenset[str]) -> Names:
+    """What code does with an object of a class that uses some of these names of it: methods, properties, attributes."""
+    found = Names()
+    for name in used:
+        function = function_of(cls, name)
+        if function is None:
+            found.reads.add(name)
+        elif not name.startswith("__"):
+            found.add(_of_function(cls, function, set()))
+    _follow(found)
+    found.reads_of_roles = (found.reads & of_class(cls).writes - found.writes) | found.adds_to
+    found.reads -= of_class(cls).writes
     return found
 
 
@@ -92,7 +107,8 @@ def of_method(cls: Any, method: RoleMethod[..., Any]) -> Names:
 def of_class(cls: Any) -> Names:
     """What the methods of a class's roles do."""
     found = Names()
-    for method in role_methods(cls).values():
+    overridden = (entry for base in cls.__mro__ for entry in vars(base).values() if isinstance(entry, RoleMethod))
+    for method in (*role_methods(cls).values(), *overridden):  # an override without a role calls it by super()
         if method.role != DRIVER:
             found.add(_of_function(cls, method.function, set()))
     _follow(found)
@@ -112,6 +128,8 @@ def _of_function(cls: type, function: Callable[..., Any], seen: set[Any], own_in
     found.changes |= {name for place in _changed_places(nodes) if (name := _first_attribute(place, own)) is not None}
     for node in nodes:
         name = _attribute(node, own)
+        if isinstance(node, ast.AugAssign) and (added_to := _attribute(node.target, own)) is not None:
+            found.adds_to.add(added_to)
         if name is not None:
             called = function_of(cls, name)
             if called is not None:

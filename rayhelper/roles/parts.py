@@ -98,7 +98,8 @@ class Identity:
         yield from (instance for instance in found if instance is not None)
 
     def record(self) -> Record:
-        return Record(str(self.address), self.cls.__qualname__, self.name)
+        # pickled by value, a class that a function defines keeps only the last part of its name
+        return Record(str(self.address), self.cls.__qualname__.rpartition("<locals>.")[2], self.name)
 
     def _family(self) -> Iterator[Identity]:
         for part in self.parts:

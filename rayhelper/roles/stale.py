@@ -6,7 +6,7 @@
     trainer.options["lr"] = 0.1      nor do they see changes within dicts, lists, dataclasses (``inside.py``)
 
 A call of a role's method that reads such a name (``names.py``) is refused. What a role's method sets itself is the
-role's own, and may differ. So may a global that code of a role sets: a counter, a cache.
+role's own, and may differ, until the driver sets it again. So may a global that code of a role sets: a counter.
 Changes in settings that code of a role changes itself are its own as well.
 """
 
@@ -49,18 +49,23 @@ class Settings(NamedTuple):
 class Snapshot:
     """What an object's attributes, and the globals that its roles' methods read, were when it was constructed."""
 
-    def __init__(self, instance: Any) -> None:
-        self.attributes = {name: _kept(value) for name, value in vars(instance).items()}
+    def __init__(self, instance: Any, set_here: dict[str, Any]) -> None:
+        """``set_here``: what methods of the role driver have set meanwhile, as ``kept_attributes`` gives it."""
+        self.attributes = kept_attributes(instance)
+        for name, kept in set_here.items():
+            if self.attributes.get(name) == kept:
+                self.attributes[name] = _ONLY_HERE
         cls: Any = type(instance)
         found = of_class(cls)
         self.globals = {key: found.namespaces[key[0]].get(key[1], MISSING) for key in found.globals}
         self.specs = {place: namespace.get("__spec__") for place, namespace in found.namespaces.items()}
         self.compared: dict[Any, list[Compared]] = {}  # by method, once it has been called
+        self.left_to_roles: dict[str, Any] = {}  # what attributes were when a role's method that sets them was called
         self.inside = {name: Inside(value) for name, value in vars(instance).items() if not isinstance(value, PLAIN)}
         self.inside_globals = {
             key: Inside(value) for key, value in self.globals.items() if not isinstance(value, PLAIN)
         }
-        self.settings: dict[Any, list[Settings]] = {}  # by method, once it has been called
+        self.settings: dict[Any, list[Settings]] = {}  # by method and owner, once it has been called
         self.classes = {one: dict(vars(one)) for one in (*cls.__mro__[:-1], *found.classes)}
 
     def is_as_constructed(self, name: str, value: Any) -> bool:
@@ -71,23 +76,9 @@ class Snapshot:
         """Raises RoleError if the method reads what was set since."""
         cls: Any = type(target)
         names = of_method(cls, method)
-        held = vars(target)
-        for name in names.reads:
-            if not _is_kept(self.attributes.get(name, MISSING), held.get(name, MISSING)):
-                if name not in self.attributes and _is_filled_when_read(cls, name):
-                    continue
-                raise RoleError(
-                    f"{title} reads self.{name}, which was set on the driver after the object was constructed. The "
-                    f"workers of role {method.role!r} still have the value of __init__. Pass the value as an argument, "
-                    f"or set it in a method of role {method.role!r}."
-                )
+        self.check_attributes(method, names, target, title, "self")
         if names.reads_any:
-            self._check_any(method, cls, held, title)
-        if method not in self.settings:
-            self.settings[method] = list(self._settings(cls, names))
-        for settings in self.settings[method]:
-            if not settings.inside.is_as_it_was():
-                self._check_settings(method, cls, settings, title)
+            self._check_any(method, cls, vars(target), title)
         for one, before in self.classes.items():
             if (one in names.classes or one in cls.__mro__) and not _is_untouched(vars(one), before):
                 self._check_class(method, cls, one, names, title)
@@ -97,7 +88,49 @@ class Snapshot:
             if not compared.is_as_it_was():
                 self._check_globals(method, cls, compared, title)
 
-    def _settings(self, cls: Any, names: Names) -> Iterator[Settings]:
+    def check_attributes(self, method: RoleMethod[..., Any], names: Names, target: Any, title: str, owner: str) -> None:
+        """Raises RoleError if the method, which does this with the object, reads attributes that were set since.
+
+        ``owner``: the object, as messages name it.
+        """
+        cls: Any = type(target)
+        held = vars(target)
+        for name in names.reads:
+            if not _is_kept(self.attributes.get(name, MISSING), held.get(name, MISSING)):
+                if name not in self.attributes and _is_filled_when_read(cls, name):
+                    continue
+                when = (
+                    "by a method of the role 'driver', which workers do not run"
+                    if self.attributes.get(name) is _ONLY_HERE
+                    else "after the object was constructed"
+                )
+                raise RoleError(
+                    f"{title} reads {owner}.{name}, which was set on the driver {when}. The "
+                    f"workers of role {method.role!r} still have the value of __init__. Pass the value as an argument, "
+                    f"or set it in a method of role {method.role!r}."
+                )
+        for name in names.reads_of_roles:
+            now = held.get(name, MISSING)
+            was = self.left_to_roles.get(name, self.attributes.get(name, MISSING))
+            if now is not MISSING and not _is_kept(was, now) and not _is_filled_when_read(cls, name):
+                raise RoleError(
+                    f"{title} reads {owner}.{name}, which was set on the driver since. The workers of role "
+                    f"{method.role!r} still have what a method of a role has set, or __init__. Pass the value as an "
+                    f"argument, or set it in a method of role {method.role!r}."
+                )
+        if (method, owner) not in self.settings:
+            self.settings[method, owner] = list(self._settings(cls, names, owner))
+        for settings in self.settings[method, owner]:
+            if not settings.inside.is_as_it_was():
+                self._check_settings(method, cls, settings, title)
+
+    def called(self, names: Names, target: Any) -> None:
+        """A call is made of what sets these names: they are the workers' own from now on, whatever the driver has."""
+        held = vars(target)
+        for name in names.writes:
+            self.left_to_roles[name] = _kept(held[name]) if name in held else MISSING
+
+    def _settings(self, cls: Any, names: Names, owner: str) -> Iterator[Settings]:
         """The containers that a method reads, and no method of a role changes in place."""
         of_roles = of_class(cls)
         own = of_roles.writes | of_roles.changes
@@ -106,11 +139,11 @@ class Snapshot:
             read |= self.inside.keys() - own - set_by(cls).writes - set_by(cls).changes
         for name in sorted(read):
             if self.inside[name].containers:
-                yield Settings(f"self.{name}", self.inside[name])
+                yield Settings(f"{owner}.{name}", self.inside[name])
         for place, name in sorted(names.globals & self.inside_globals.keys() - of_roles.changed_globals):
             if self.inside_globals[place, name].containers:
-                owner = names.namespaces[place].get("__name__")
-                known = name if owner == cls.__module__ else f"{owner}.{name}"
+                module = names.namespaces[place].get("__name__")
+                known = name if module == cls.__module__ else f"{module}.{name}"
                 yield Settings(f"the global {known}", self.inside_globals[place, name])
 
     def _check_settings(self, method: RoleMethod[..., Any], cls: Any, settings: Settings, title: str) -> None:
@@ -179,6 +212,14 @@ class Snapshot:
                     f"was constructed. The workers of role {method.role!r} still have the old value. Set it before you "
                     "construct the object."
                 )
+
+
+_ONLY_HERE = object()  # what no attribute is
+
+
+def kept_attributes(instance: Any) -> dict[str, Any]:
+    """What tells later whether the attributes of an object are still the same."""
+    return {name: _kept(value) for name, value in vars(instance).items()}
 
 
 def _is_equal(now: Any, before: Any) -> bool:

@@ -26,9 +26,11 @@ from rayhelper.roles.futures import Future, finished
 from rayhelper.roles.in_place import InPlace
 from rayhelper.roles.left_behind import LeftBehind
 from rayhelper.roles.methods import RoleMethod, find_method, not_constructed
+from rayhelper.roles.names import of_method
 from rayhelper.roles.parts import NO_INSTANCE, Identity, Record, address_within, check_same_parts, refuse_to_travel
 from rayhelper.roles.runtime import Route, Shard, WorkerInfo, state
-from rayhelper.roles.stale import Snapshot
+from rayhelper.roles.stale import Snapshot, kept_attributes
+from rayhelper.roles.used_parts import UsedParts
 from rayhelper.runtimes.off import call_here
 from rayhelper.watch.watchdog import Call
 from rayhelper.worker.process_group import join_process_group
@@ -157,7 +159,7 @@ class DriverRuntime:
             identity = placement.identity
             check_same_parts(identity.name, "the driver", identity.records(), built)
             for built_here in identity.instances():
-                built_here._rayhelper.snapshot = Snapshot(built_here)
+                built_here._rayhelper.snapshot = Snapshot(built_here, built_here._rayhelper.set_here)
                 built_here._rayhelper.in_place = InPlace(built_here)
         except BaseException:
             placement.identity.is_built = True
@@ -274,6 +276,8 @@ class DriverPlacement:
         self.snapshot: Snapshot | None = None  # None: it is being constructed
         self.in_place: InPlace | None = None
         self.left = LeftBehind()
+        self.used_parts = UsedParts()
+        self.set_here: dict[str, Any] = {}  # what methods of the driver have set during construction
 
     def route(self, method: RoleMethod[..., Any]) -> Route:
         if method.role == DRIVER:
@@ -288,7 +292,14 @@ class DriverPlacement:
         return "skip" if self.identity.is_building else "group"
 
     def run(self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return method.call(target, args, kwargs)
+        if method.role != DRIVER or not self.identity.is_building:
+            return method.call(target, args, kwargs)
+        before = kept_attributes(target)
+        try:
+            return method.call(target, args, kwargs)
+        finally:  # workers do not run it
+            now = kept_attributes(target)
+            self.set_here |= {name: kept for name, kept in now.items() if before.get(name) != kept}
 
     def attending(self, method: RoleMethod[..., Any]) -> Call:
         call = call_here(self.runtime.config, self.identity.title(method), method.role, "on the driver")
@@ -331,10 +342,14 @@ class DriverPlacement:
             raise undeclared(method, identity.cls)
         if self.snapshot is not None:
             title = identity.title(method)
+            cls: Any = type(target)
+            names = of_method(cls, method)
             self.snapshot.check(method, target, title)
             if self.in_place is not None:
-                self.in_place.check(method, target, title)
+                self.in_place.check(method, names, target, title)
+            self.used_parts.check(method, target, title)
             self.left.note(method, target, title, self.snapshot)
+            self.snapshot.called(names, target)
         return group, location_of(str(identity.address), identity.cls, method)  # type: ignore[arg-type]
 
     def states(self) -> list[Any]:

@@ -31,10 +31,19 @@ def layout_of(method: RoleMethod[..., Any], shards: ShardTable, address: str) ->
 
 
 def divide(
-    method: RoleMethod[..., Any], num_shards: int, args: tuple[Any, ...], kwargs: dict[str, Any], where: str
+    method: RoleMethod[..., Any],
+    num_shards: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    where: str,
+    *,
+    is_copied: bool = True,
 ) -> Division:
-    """The call of each shard. Those that get the same share one object. Raises DispatchError."""
-    check_arguments(args, kwargs, parameter_names(method), where)
+    """The call of each shard. Those that get the same share one object. Raises DispatchError.
+
+    ``is_copied``: whether methods get copies of the arguments.
+    """
+    check_arguments(args, kwargs, parameter_names(method), where, is_copied=is_copied)
     if method.execute == "first" or method.dispatch == "all":
         return Division([unwrap(args, kwargs)] * num_shards)
     return split_call(method.dispatch, num_shards, args, kwargs, names=parameter_names(method), where=where)

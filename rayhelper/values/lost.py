@@ -32,8 +32,13 @@ _MOST_GENERATORS = 64  # that are remembered
 _passed: OrderedDict[int, tuple[Any, Any]] = OrderedDict()  # generators by their ids, with the state that was sent
 
 
-def check_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
-    """Raises DispatchError if an argument holds what would be lost, naming the call and the argument."""
+def check_arguments(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[str, ...], where: str, *, is_copied: bool = True
+) -> None:
+    """Raises DispatchError if an argument holds what would be lost, naming the call and the argument.
+
+    ``is_copied`` False: processes that make the call draw from the argument itself, and others do not.
+    """
     given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in given:
         if type(value) in _PLAIN:
@@ -47,7 +52,7 @@ def check_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tup
                 )
             if instance_of(leaf, "torch", "Tensor"):
                 raise DispatchError(f"{where}: {_cut_graph(what, leaf)}")
-            _pass(leaf, where, what)
+            _pass(leaf, where, what, is_copied)
 
 
 def check_value(value: Any, where: str) -> None:
@@ -68,14 +73,17 @@ def _cut_graph(what: str, tensor: Any) -> str:
     )
 
 
-def _pass(generator: Any, where: str, what: str) -> None:
-    """Notes that a generator is sent. Raises DispatchError if it is where it was when it was sent before."""
+def _pass(generator: Any, where: str, what: str, is_copied: bool) -> None:
+    """Notes that a generator is sent. Raises DispatchError if it is where it was when it was sent before.
+
+    If it is not copied, it is elsewhere on some processes alone, so that all of them raise.
+    """
     state = _position(generator)
     before = _passed.pop(id(generator), (None, None))
     _passed[id(generator)] = generator, state
     if len(_passed) > _MOST_GENERATORS:
         _passed.popitem(last=False)
-    if before[0] is generator and before[1] == state:
+    if before[0] is generator and (before[1] == state or not is_copied):
         raise DispatchError(
             f"{where}: {what} is a random generator that was passed before. Workers draw from a copy, so they would "
             "draw the same numbers again. With Ray off, the generator continues. Make the generator in the role, or "

@@ -50,8 +50,25 @@ def _dtype(torch: Any, name: str) -> Any:
     return getattr(torch, name.removeprefix("torch."))
 
 
-def _set_cudnn(cudnn: Any, deterministic: bool, benchmark: bool) -> None:
-    cudnn.deterministic, cudnn.benchmark = deterministic, benchmark
+def _set_cudnn(cudnn: Any, deterministic: bool, benchmark: bool, enabled: bool) -> None:
+    cudnn.deterministic, cudnn.benchmark, cudnn.enabled = deterministic, benchmark, enabled
+
+
+def _set_attention(cuda: Any, flash: bool, mem_efficient: bool, math: bool, cudnn: bool) -> None:
+    cuda.enable_flash_sdp(flash)
+    cuda.enable_mem_efficient_sdp(mem_efficient)
+    cuda.enable_math_sdp(math)
+    cuda.enable_cudnn_sdp(cudnn)
+
+
+def _attention(cuda: Any) -> tuple[bool, ...]:
+    """The kernels that ``scaled_dot_product_attention`` may use, on any device."""
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
 
 
 _TORCH: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
@@ -83,8 +100,20 @@ _TORCH: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
         lambda torch, value: np.seterr(**dict(value)),
     ),
     "cudnn": (
-        lambda torch: (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+        lambda torch: (
+            torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.enabled,
+        ),
         lambda torch, value: _set_cudnn(torch.backends.cudnn, *value),
+    ),
+    "attention kernels": (
+        lambda torch: _attention(torch.backends.cuda),
+        lambda torch, value: _set_attention(torch.backends.cuda, *value),
+    ),
+    "memory of empty tensors": (
+        lambda torch: torch.utils.deterministic.fill_uninitialized_memory,
+        lambda torch, value: setattr(torch.utils.deterministic, "fill_uninitialized_memory", value),
     ),
 }
 

@@ -196,6 +196,8 @@ class Generators:
 
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if not self.paused.depth:
+                self.look_at_seed()  # what was set before in a way that is not watched
             value = function(*args, **kwargs)
             if not self.paused.depth:
                 note(args, value)

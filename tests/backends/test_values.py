@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.backends.batches import largest_difference, samples_of
 from tests.backends.ranks import run_ranks
 from tests.golden.tiny import save_tiny
 from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.backends.fsdp.hf_model import build_model
 from trainers.batch import Ragged, Samples, Sequences
 from trainers.metrics import Metrics
 
@@ -144,3 +146,12 @@ def test_a_value_head_is_trained_beside_an_adapter_and_merged_and_resumed(folder
     np.testing.assert_array_equal(resumed.token_values(samples_of(), micro_batch_size=4).values, expected)
     merged = FsdpBackend(tmp_path / "final", head="value").token_values(samples_of(), micro_batch_size=4).values
     np.testing.assert_allclose(merged, expected, atol=1e-5)
+
+
+def test_an_embedding_model_is_built_without_a_report_of_its_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # so that caplog has its lines
+    folder = save_tiny(tmp_path, tie_word_embeddings=False)
+    build_model(folder, head="embedding", dtype=torch.float32, device=torch.device("cpu"))
+    assert "LOAD REPORT" not in caplog.text

@@ -114,10 +114,11 @@ CONSOLE = (
     "data: ",
     "roles: ",
     "steps: ",
-    "chosen by the run: ",
+    "per_device_train_batch_size: ",
+    "gradient_checkpointing: ",
     "INFO trainers.",
     "the model is in ",
     "the report is in ",
     "step ",
 )
-OF_CPUS = ("Triton", "NUMA binding", "libtcmalloc", "libiomp", "SSM cache")  # warnings of vLLM that a GPU does not have
+OF_CPUS = ("find_triton_kernels", "NUMA binding")  # of torch and of C++, which a GPU's vLLM does not write

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from PIL import Image
 from transformers import AutoConfig, AutoTokenizer, MiniCPMV4_6Config
 from transformers.image_utils import load_image
@@ -22,9 +23,10 @@ from tests.golden.tiny import tiny_tokenizer
 from tests.images.test_sft import turns
 from trainers.backends.fsdp.hf_model import build_model
 from trainers.backends.fsdp.vision.pixels import Vision
-from trainers.data.images.conversations import picture_mistake, placed
+from trainers.data.images import processor as processors
+from trainers.data.images.conversations import encoded, picture_mistake, placed
 from trainers.data.images.processor import ImageReader, load_processor
-from trainers.data.rows import tokenize_prompts
+from trainers.data.rows import load_rows, tokenize_prompts, tokenize_sft
 from trainers.data.sources import read_files, read_source
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.sft.trainer import SFTTrainer
@@ -150,6 +152,23 @@ def test_rows_in_memory_may_hold_pictures_of_any_kinds(
             assert [one.image().tobytes() for one in video.source] == [picture(0).tobytes()] * 2
 
 
+def test_files_whose_pictures_have_other_types_are_joined(tmp_path: Path) -> None:
+    messages, decoded = turns("<image>?", "a"), picture(0).tobytes()
+    (tmp_path / "0.png").write_bytes(png(0))
+    paths, single, blind, tables = (tmp_path / f"{name}" for name in ("a.jsonl", "b.jsonl", "c.jsonl", "d.parquet"))
+    for file, images in ((paths, ["0.png"]), (single, "0.png"), (blind, [])):
+        file.write_text(json.dumps({"messages": messages if images else turns("?", "a"), "images": images}) + "\n")
+    Dataset.from_list([{"messages": messages, "images": [picture(0)]}]).to_parquet(tables)
+    for files in ([paths, tables], [tables, paths], [blind, single, tables, paths]):
+        found = [placed(row)[1] for row in encoded(read_source(files))]
+        assert [one.image().tobytes() for pictures in found for one in pictures] == [decoded] * (
+            len(files) - (blind in files)
+        )
+    renamed = read_source(tables).rename_column("images", "pictures")
+    with pytest.raises(ValueError, match="1 of 1 rows have images, which this run cannot read"):
+        load_rows(renamed, columns={"pictures": "images"})
+
+
 def test_what_is_no_picture_is_told_with_its_row_or_left_out() -> None:
     rows = [{"messages": turns("<image>?", "a"), "images": [one]} for one in (png(0), np.zeros((4, 4, 3)))]
     with pytest.raises(ValueError, match="1 of 2 rows are broken: row 1 has a picture of type ndarray: a picture is a"):
@@ -161,6 +180,41 @@ def test_what_is_no_picture_is_told_with_its_row_or_left_out() -> None:
         (b"", "it is not a picture"),
     ):
         assert told in str(picture_mistake({"messages": turns("<image>?", "a"), "images": [value]}))
+
+
+@pytest.mark.parametrize("content", ["<image> seen", [{"type": "image"}, {"type": "text", "text": " seen"}]])
+def test_what_a_tool_answers_may_have_pictures(content: Any, tmp_path: Path) -> None:
+    """It was text, and the picture of the row was lost."""
+    model = save_vision(tmp_path / "model")
+    asked = {"role": "user", "content": "look"}
+    rows = [{"messages": [asked, {"role": role, "content": content}, turns("", "a")[1]]} for role in ("tool", "user")]
+    keys: dict[str, Any] = {"eval_dataset": None, "max_length": None}
+    with without_runtime():
+        tool, user = (
+            SFTTrainer(sft_config(model, tmp_path, dataset=[row | {"images": [png(0)]}], **keys)).sequences
+            for row in rows
+        )
+    assert tool.images == user.images
+    assert (tool.input_ids.values > 260).sum() == (user.input_ids.values > 260).sum() >= 12
+
+
+def test_a_completion_with_a_picture_is_a_broken_row_and_those_in_answers_are_not_learned(tmp_path: Path) -> None:
+    model = save_vision(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = tokenizer.chat_template.replace("part['text']", "part['text'] or '<|image_pad|>'", 1)
+    reader = ImageReader(tokenizer, model)
+    row = {"prompt": turns("?", "")[:1], "completion": turns("", "an <image>")[1:], "images": [png(0)]}
+    told = reader.mistake(row)
+    assert told is not None
+    assert "completion has an image: only the prompt may have images. Write messages, of which" in told[1]
+    rows = read_source([{"messages": turns("?", "an <image>!"), "images": [png(0)]}])
+    for keys, learns in (({}, True), ({"assistant_only_loss": True}, False)):
+        found = tokenize_sft(rows, tokenizer, max_length=None, images=reader, **keys)
+        learned = found.input_ids.values[found.target_mask.values]
+        assert (reader.num_image_tokens(learned) == 12) == learns
+        assert (
+            tokenizer.decode(learned).replace("<|image_pad|>", "").endswith("an !<|im_end|>\n"[: -1 if keys else None])
+        )
 
 
 LIKE: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -194,8 +248,9 @@ def test_a_text_that_holds_a_token_of_pictures_is_a_broken_row(name: str, tmp_pa
     assert AutoConfig.from_pretrained(model).model_type == kind
 
 
-def test_a_processor_that_asks_its_part_for_videos_is_refused(tmp_path: Path) -> None:
-    """MiniCPM-V's: it puts the pictures of all rows into one tensor too, of which our batches know nothing."""
+def test_a_processor_that_asks_its_part_for_videos_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other than MiniCPM-V's, of which it is known what it asks for."""
+    monkeypatch.setattr(processors, "ASKING", ())
     from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 
     MiniCPMV4_6Config().save_pretrained(tmp_path)
@@ -218,5 +273,10 @@ def test_a_relative_path_starts_in_the_folder_of_the_data_then_in_the_current_on
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     (found,) = read_files([folder / "rows.jsonl"], False)
     assert found["videos"] == [[str(folder / "both.png"), "here.png", str(folder / "nowhere.png")]]
+    (folder / "renamed.jsonl").write_text(json.dumps({"said": row["messages"], "pictures": names[:1]}) + "\n")
+    (renamed,) = load_rows(
+        str(folder / "renamed.jsonl"), columns={"pictures": "images", "said": "messages"}, images=True
+    )
+    assert renamed["images"] == [str(folder / "both.png")]
     told = picture_mistake({"messages": row["messages"], "images": found["images"]})
     assert told == ("images", f"image 0 {str(folder / 'nowhere.png')!r} does not exist")

@@ -112,6 +112,23 @@ def test_cpo_sees_the_pictures(model: str, tmp_path: Path) -> None:
     assert one != other
 
 
+@pytest.mark.parametrize("question", ["<image>?", [{"type": "image"}, {"type": "text", "text": "?"}]])
+def test_a_prompt_that_both_conversations_begin_with_has_its_pictures_once(
+    question: Any, model: str, tmp_path: Path
+) -> None:
+    prompt = [{"role": "user", "content": question}]
+    row = {"chosen": said("a"), "rejected": said("b"), "images": [png(0)]}
+    whole = row | {name: prompt + row[name] for name in ("chosen", "rejected")}
+    apart, found = (
+        DPOTrainer(dpo_config(model, tmp_path, **KEYS | {"dataset": [one]})).pairs
+        for one in (row | {"prompt": prompt}, whole)
+    )
+    assert found == apart
+    broken = whole | {"images": [png(0)] * 2} if isinstance(question, list) else whole | {"images": ["nowhere.png"]}
+    with pytest.raises(ConfigError, match=r"1 of 2 rows are broken: row 1 \(images: "):
+        DPOTrainer(dpo_config(model, tmp_path, **KEYS | {"dataset": [whole, broken]}))
+
+
 def test_answers_have_no_pictures(model: str, tmp_path: Path) -> None:
     broken = PAIRS[0] | {"chosen": said([{"type": "image"}]), "images": [png(0)]}
     with pytest.raises(ConfigError, match="1 of 2 rows are broken: row 1"):

@@ -17,7 +17,7 @@ from benchmarks.tiny.vision import MODELS, picture, png, save_vision
 from tests.backends.batches import mean_loss
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Sequences
-from trainers.data.images.processor import ImageReader, load_processor, seeing_part
+from trainers.data.images.processor import ImageReader, load_processor, seeing_part, video_refusal
 from trainers.data.rows import pack, tokenize_sft
 
 MARGIN = 1e-5
@@ -89,7 +89,8 @@ def logps_of(module: Any, batch: dict[str, Any]) -> torch.Tensor:
 def taken_by(module: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """What the module takes of a processor's batch: some marks of pictures are of other models."""
     taken = inspect.signature(module.forward).parameters
-    return {name: value for name, value in batch.items() if name != "mm_token_type_ids" or name in taken}
+    full = {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in batch.items()}
+    return {name: value for name, value in full.items() if name != "mm_token_type_ids" or name in taken}
 
 
 def parts_of(content: str) -> list[dict[str, str]]:
@@ -178,6 +179,17 @@ def test_so_are_those_of_models_that_runs_are_not_tested_with(name: str, tmp_pat
     our_loss, ours = our_gradients(model, sequences_of(model), padding_free=True)
     assert our_loss == pytest.approx(loss, abs=MARGIN)
     assert_same(ours, theirs)
+
+
+def test_so_are_those_of_minicpm_v_whose_patches_stand_in_one_row(tmp_path: Path) -> None:
+    model = save_vision(tmp_path, "minicpmv4_6")
+    loss, theirs = transformers_gradients(model)
+    our_loss, ours = our_gradients(model, sequences_of(model))
+    assert our_loss == pytest.approx(loss, abs=MARGIN)
+    assert_same(ours, theirs)
+    blind = our_gradients(model, sequences_of(model, [{"messages": turns("?", "some"), "images": []}]))[1]
+    assert blind.keys() == ours.keys()
+    assert "not shown here" in str(video_refusal(model))
 
 
 @pytest.mark.parametrize("name", PACKS)

@@ -13,7 +13,7 @@ from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.configuration.reading.command_line import load_config
 from trainers.configuration.vision import vision_settings
 from trainers.data.images.pictures import pictures_of
-from trainers.data.images.processor import Processors
+from trainers.data.images.processor import Processors, load_processor
 from trainers.grpo.config import GRPOConfig
 from trainers.parts.inputs import image_reader, load_model_and_tokenizer
 from trainers.rollout.vllm.vision.features import engine_fields_of_vision, seeing
@@ -108,3 +108,27 @@ def test_an_argument_that_no_processor_takes_is_refused(model: str) -> None:
     config = config_of(model, "--image_processor_kwargs", '{"most_pixels": 64}')
     with pytest.raises(Exception, match="most_pixels is no argument"):
         image_reader(config, *load_model_and_tokenizer(config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "is_taken"),
+    [
+        ("qwen2_5_vl", {"patch_size": 8}, False),
+        ("qwen2_5_vl", {"merge_size": 1}, False),
+        ("qwen2_5_vl", {"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 400}}, True),
+        ("gemma3", {"size": {"height": 24, "width": 24}}, False),
+        ("gemma3", {"size": 16}, True),
+        ("internvl", {"size": {"height": 24, "width": 24}}, False),
+        ("smolvlm", {"max_image_size": {"longest_edge": 24}}, False),
+        ("smolvlm", {"size": {"longest_edge": 48}}, True),
+    ],
+)
+def test_an_argument_that_does_not_fit_the_tower_is_refused(
+    kind: str, given: dict[str, Any], is_taken: bool, tmp_path: Path
+) -> None:
+    model = save_vision(tmp_path, kind)
+    if is_taken:
+        assert load_processor(model, processing=given).image_token
+        return
+    with pytest.raises(ValueError, match=rf"image_processor_kwargs: {next(iter(given))} is .* needs .*\. Remove it"):
+        load_processor(model, processing=given)

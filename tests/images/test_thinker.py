@@ -25,8 +25,10 @@ from tests.images.test_sft import (
 )
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Ragged, Sequences
+from trainers.classification.config import ClassificationConfig
 from trainers.embedding.config import EmbeddingConfig
 from trainers.embedding.trainer import check_embedding
+from trainers.parts.model_checks import check_vision_model
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf.engine import HfEngine
 from trainers.rollout.vllm.vision.features import check_pictures
@@ -109,7 +111,11 @@ def test_a_classifier_reads_its_numbers_off_the_thinkers_last_token(model: str) 
 
 def test_what_nothing_here_computes_of_such_a_model_is_refused(model: str) -> None:
     found = AutoConfig.from_pretrained(model)
+    with pytest.raises(ConfigError, match="vllm has not been compared with the trainer for gemma4"):
+        check_pictures(AutoConfig.for_model("gemma4"))
     with pytest.raises(ConfigError, match="vllm does not get the weights of qwen"):
         check_pictures(found)
     with pytest.raises(ConfigError, match="has no embeddings of texts here"):
         check_embedding(EmbeddingConfig(model=model, dataset=[{}]), found)
+    with pytest.raises(ConfigError, match=r"llama4.* has no linear head"):
+        check_vision_model(ClassificationConfig(model="m", dataset=[{}], num_labels=2), AutoConfig.for_model("llama4"))

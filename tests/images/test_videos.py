@@ -44,6 +44,7 @@ def test_losses_and_gradients_are_those_of_transformers_padded_padding_free_and_
 
 def test_ranks_with_pictures_alone_gather_the_tower_as_often_as_ranks_with_videos(found: dict[str, Any]) -> None:
     assert max(found["sharded"]) < MARGIN
+    assert max(found["sharded thinker"]) < MARGIN  # of pictures alone
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "qwen3_5", "internvl"])
@@ -69,6 +70,21 @@ def test_greedy_completions_are_those_of_transformers(name: str, found: dict[str
     ours, theirs = found[f"completions {name}"]
     assert ours == theirs
     assert found[f"logps {name}"] < MARGIN
+
+
+def test_gemma_4_gives_the_numbers_of_transformers_for_pictures(found: dict[str, Any]) -> None:
+    """Its processor needs torchvision. The audio tower is frozen with the vision tower."""
+    gaps = {name: found[f"gemma4 {name}"] for name in ("padded", "padding free", "checkpointed", "mixture")}
+    assert {name: value for name, value in gaps.items() if max(value) > MARGIN} == {}
+    ours, theirs = found["gemma4 completions"]
+    assert ours == theirs
+    assert found["gemma4 trained"] == []
+    assert found["gemma4 demoted"] == []
+
+
+def test_llama_4_gives_the_numbers_of_transformers_for_pictures(found: dict[str, Any]) -> None:
+    """Its processor needs torchvision."""
+    assert max(*found["llama4 by 8"], *found["llama4 by 1"]) < MARGIN
 
 
 def test_runs_of_grpo_and_ppo_learn_from_prompts_with_videos(found: dict[str, Any]) -> None:

@@ -41,6 +41,8 @@ from tests.e2e.runs import (
     reward_config,
     sft_config,
 )
+from tests.images import test_sft as pictures
+from tests.images.test_grpo import NEW_TOKENS, greedy_of_transformers, prompts
 from tests.images.test_sft import logps_of, our_gradients, turns, whole_of
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.sharding import full
@@ -179,9 +181,15 @@ def of_shards(folder: Path) -> Iterator[tuple[str, Any]]:
     """Two ranks, of which one has rows with pictures and videos, and the other has pictures alone, or none."""
     model = save_vision(folder / "sharded", "qwen3_vl")
     batch = sequences_of(model, ROWS)
+    thinker = save_vision(folder / "thinker", "qwen2_5_omni")
+    seen = pictures.sequences_of(thinker)
     ranks = forked(of_rank, model, batch, folder=folder)
+    of_thinker = forked(of_rank, thinker, seen, folder=folder / "thinker")
     theirs = transformers_gradients(model, ROWS)
     yield "sharded", gap((theirs[0], ranks[0]), theirs)
+    loss, gradients = pictures.transformers_gradients(thinker)
+    named = {f"thinker.{name}": gradient for name, gradient in gradients.items()}
+    yield "sharded thinker", gap((loss, of_thinker[0]), (loss, named))
 
 
 def of_rank(rank: int, model: str, batch: Sequences) -> dict[str, torch.Tensor]:
@@ -312,6 +320,39 @@ def of_trainers(folder: Path) -> Iterator[tuple[str, Any]]:
         yield f"trainer {name}", losses
 
 
+def of_gemma4(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Pictures alone, by a model whose processor cannot be imported without torchvision."""
+    model = save_vision(folder / "gemma4", "gemma4")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    special = set(tokenizer.all_special_tokens)
+    theirs, batch = pictures.transformers_gradients(model), pictures.sequences_of(model)
+    for name, settings in (("padded", {}), ("padding free", {"padding_free": True}), ("checkpointed", CHECKPOINTED)):
+        yield f"gemma4 {name}", gap(pictures.our_gradients(model, batch, **settings), theirs)
+    mixture = save_vision(folder / "gemma4_moe", "gemma4_moe")
+    theirs, batch = pictures.transformers_gradients(mixture), pictures.sequences_of(mixture)
+    yield "gemma4 mixture", gap(pictures.our_gradients(mixture, batch), theirs)
+    backend = FsdpBackend(model, learning_rate=0.1, num_training_steps=1, vision={"frozen": ["vit"]})
+    trained = [name for name, weight in backend.module.named_parameters() if weight.requires_grad]
+    yield "gemma4 trained", [name for name in trained if "_tower" in name]
+    asked = prompts(model, folder)
+    engine = HfEngine(backend.module, tokenizer, vision=backend.vision)
+    found = engine.generate(asked, Sampling(max_completion_length=NEW_TOKENS, temperature=0.0), seed=0)
+    wanted = greedy_of_transformers(model)
+    ours = [[row.tolist() for row in rows] for rows in (asked.prompt_ids, found.completion_ids)]
+    yield "gemma4 completions", [ours, list(wanted)]
+    load_processor(model, tokenizer=tokenizer)
+    yield "gemma4 demoted", sorted(special - set(tokenizer.all_special_tokens))
+
+
+def of_llama4(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Pictures alone, of a model whose head is in a part of it."""
+    model = save_vision(folder / "llama4", "llama4")
+    theirs, batch = pictures.transformers_gradients(model), pictures.sequences_of(model)
+    for size in (8, 1):
+        yield f"llama4 by {size}", gap(pictures.our_gradients(model, batch, micro_batch_size=size), theirs)
+
+
+CHECKPOINTED = {"gradient_checkpointing": True}
 QUESTIONS: list[dict[str, Any]] = [
     {"prompt": [{"role": "user", "content": "<video>What moves?"}], "videos": [frames(0)], "images": []},
     {"prompt": [{"role": "user", "content": "No video"}], "videos": [], "images": []},
@@ -474,7 +515,18 @@ def wrong(model: str, folder: Path, row: dict[str, Any], **keys: Any) -> str:
     return ""
 
 
-CASES = (of_shards, of_megatron, of_losses, of_pairs, of_trainers, of_completions, of_files, of_rows)
+CASES = (
+    of_shards,
+    of_megatron,
+    of_losses,
+    of_pairs,
+    of_trainers,
+    of_completions,
+    of_files,
+    of_rows,
+    of_gemma4,
+    of_llama4,
+)
 
 
 def main(folder: Path) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rayhelper import RayHelper
 from rayhelper.errors import DispatchError
+from rayhelper.values.lost import check_arguments
 from rayhelper.worker.ambient import DriverMode
 from rayhelper.worker.messages import Messages
 from tests.conftest import RaySession, without_runtime
@@ -64,6 +66,7 @@ class Net:
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             (cudnn.deterministic, cudnn.benchmark),
+            torch.backends.cuda.flash_sdp_enabled(),
             torch.is_anomaly_enabled(),
             np.geterr()["divide"],
         ]
@@ -213,8 +216,9 @@ def seeded_twice_between_objects(net: Net) -> list[Any]:
 
 
 def seeded_by_torch_alone(net: Net) -> list[Any]:
-    """Nobody knows the seed that torch took; draws are the driver's after it."""
+    """Nobody knows the seed that torch took; draws are the driver's after it, also if another generator is seeded."""
     torch.default_generator.manual_seed(21)
+    random.seed(4)
     return [net.drawn_now(), net.drawn_now()]
 
 
@@ -293,6 +297,14 @@ def test_a_generator_that_is_passed_again_is_refused(on_ray: None, kind: str) ->
     assert net.drawn_with(made()) == expected, "a new one in the same state"
 
 
+def test_under_torchrun_all_processes_refuse_a_generator_that_some_have_drawn_from() -> None:
+    for generator in (random.Random(4), np.random.default_rng(4)):
+        check_arguments((generator,), {}, ("generator",), "Net.drawn_with", is_copied=False)
+        generator.random()  # on rank 0, whose method had it
+        with pytest.raises(DispatchError, match=r"Net.drawn_with: argument 'generator' is a random generator that was"):
+            check_arguments((generator,), {}, ("generator",), "Net.drawn_with", is_copied=False)
+
+
 def test_whole_within_another_value_is_refused(session: Any) -> None:
     with session():
         net = Net()
@@ -317,6 +329,7 @@ def test_defaults_of_torch_hold_on_workers(on_ray: None) -> None:
         torch.backends.cudnn.deterministic = True
         torch.autograd.set_detect_anomaly(True)
         np.seterr(divide="raise")
+        torch.backends.cuda.enable_flash_sdp(False)
         seen = Net().defaults()
     finally:
         torch.set_default_dtype(torch.float32)
@@ -325,8 +338,9 @@ def test_defaults_of_torch_hold_on_workers(on_ray: None) -> None:
         torch.backends.cudnn.deterministic = False
         torch.autograd.set_detect_anomaly(False)
         np.seterr(divide="warn")
-    assert seen == [["torch.float64", "high", True, True, (True, False), True, "raise"]] * 2
-    assert Net().defaults() == [["torch.float32", "highest", False, False, (False, False), False, "warn"]] * 2
+        torch.backends.cuda.enable_flash_sdp(True)
+    assert seen == [["torch.float64", "high", True, True, (True, False), False, True, "raise"]] * 2
+    assert Net().defaults() == [["torch.float32", "highest", False, False, (False, False), True, False, "warn"]] * 2
 
 
 def test_defaults_of_torch_that_are_set_later_hold_from_the_next_call_on(on_ray: None) -> None:
@@ -336,14 +350,19 @@ def test_defaults_of_torch_that_are_set_later_hold_from_the_next_call_on(on_ray:
         torch.set_default_dtype(torch.float64)
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
-        with torch.no_grad():
-            assert net.defaults() == [["torch.float64", "high", False, False, (False, True), False, "warn"]] * 2
-        assert net.defaults() == [["torch.float64", "high", False, False, (False, True), False, "warn"]] * 2
+        changed = ["torch.float64", "high", False, False, (False, True)]
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            assert net.defaults() == [[*changed, False, False, "warn"]] * 2
+        assert net.defaults() == [[*changed, True, False, "warn"]] * 2
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.benchmark = False
-    assert net.defaults() == before == [["torch.float32", "highest", False, False, (False, False), False, "warn"]] * 2
+    assert (
+        net.defaults()
+        == before
+        == [["torch.float32", "highest", False, False, (False, False), True, False, "warn"]] * 2
+    )
 
 
 def test_the_mode_of_a_call_holds_on_workers(on_ray: None) -> None:

@@ -91,9 +91,57 @@ def test_an_untrained_state_dict_is_not_saved() -> None:
 @pytest.mark.usefixtures("_session")
 def test_what_the_driver_has_set_is_its_own() -> None:
     trained = Plain()
-    trained.count = 5
+    trained.cache = 5
     trained.step()
-    assert trained.count == 5
+    assert trained.cache == 5
+    trained.count = 5
+    with pytest.raises(RoleError, match=r"Steps\.step .* reads self\.count, which was set on the driver since"):
+        trained.step()
+
+
+@RayHelper.worker(group="train")
+class Whole:
+    def __init__(self) -> None:
+        self.parts = [Plain()]
+        self.rows: Any = None
+        self.prepare()
+
+    @RayHelper.function(group="driver")
+    def prepare(self) -> None:
+        self.rows = [1, 2]
+
+    @RayHelper.function(group="train", execute="first")
+    def steps(self) -> float:
+        return sum(part.step() for part in self.parts)
+
+    @RayHelper.function(group="train", execute="first")
+    def fit(self) -> None:
+        part = self.parts[0]
+        part.lin(torch.ones(4, 2)).sum().backward()
+        part.optimizer.step()
+
+    @RayHelper.function(group="train", execute="first")
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+
+@pytest.mark.usefixtures("_session")
+@pytest.mark.parametrize(("method", "names"), [("steps", ["count", "history", "lin"]), ("fit", ["lin"])])
+def test_what_a_role_of_the_whole_changes_in_a_part_is_told_as_well(method: str, names: list[str]) -> None:
+    whole = Whole()
+    getattr(whole, method)()
+    for name in names:
+        with pytest.raises(AttributeError, match=rf"Plain\.{name} differs .*: Whole\.{method} .* has changed it there"):
+            getattr(whole.parts[0], name)
+    assert whole.parts[0].untouched == [1]
+
+
+@pytest.mark.usefixtures("_session")
+def test_what_a_method_of_the_driver_has_set_in_construction_is_not_read_by_roles() -> None:
+    with pytest.raises(
+        RoleError, match=r"reads self\.rows, which was set on the driver by a method of the role 'driver'"
+    ):
+        Whole().num_rows()
 
 
 def loads(it: Any) -> None:

@@ -81,9 +81,13 @@ class Whole(Base):
         self.part = Base()
         self.part.offset = 10.0  # every process runs this
 
+    @RayHelper.function(group="train")
+    def score_of_part(self, x: float) -> Any:
+        return self.part.score(x)
+
     def loop(self) -> None:
         self.step += 1
-        self.model = "the driver's own"
+        self.model = f"the driver's own, {self.step}"
         self.count = 5
 
 
@@ -112,12 +116,38 @@ def test_so_is_one_of_a_part_that_its_whole_had_set_in_time() -> None:
         whole.part.score(1.0)
 
 
-def test_what_roles_set_themselves_is_their_own() -> None:
+def test_what_roles_set_themselves_is_their_own_until_the_driver_sets_it() -> None:
     whole = Whole()
-    whole.build()
     whole.loop()
+    whole.build()  # sets on the workers what the driver has set before
     assert whole.has_model() == [True, True]
-    assert whole.counted() == [1, 1]
+    whole.loop()  # with Ray off, the role would see the driver's
+    for method, name in ((whole.has_model, "model"), (whole.counted, "count")):
+        with pytest.raises(RoleError, match=rf"reads self\.{name}, which was set on the driver since"):
+            method()
+    whole.build()
+    assert whole.has_model() == [True, True]
+
+
+def test_what_is_set_in_a_part_that_a_role_of_the_whole_uses_is_named() -> None:
+    """The call of the part is made on the worker, so that the driver hears of the whole's alone."""
+    whole = Whole()
+    assert whole.score_of_part(1.0) == [11.0, 11.0]
+    whole.part.offset = 5.0
+    with pytest.raises(RoleError, match=r"Whole\.score_of_part .* reads Whole\.part\.offset, which was set on the dri"):
+        whole.score_of_part(1.0)
+    assert whole.score(1.0) == [2.0, 2.0]  # does not use the part
+
+
+class Doubled(Base):
+    """A subclass without roles of its own."""
+
+    def scaled(self, x: float) -> Any:  # the driver's
+        return [2 * value for value in super().scaled(x)]
+
+
+def test_an_override_of_the_driver_may_call_the_method_of_the_role() -> None:
+    assert Doubled().scaled(3.0) == [12.0, 12.0]
 
 
 def test_a_global_that_was_set_since_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,7 @@ def test_a_full_cache_makes_prompts_wait_and_loses_none(open_minded: str) -> Non
 
 def test_equal_prompts_are_read_once(open_minded: str) -> None:
     engine = HfEngine(open_minded, tiny_tokenizer())
+    engine.check_decoding()
     shapes: list[tuple[int, ...]] = []
     engine.module.register_forward_pre_hook(
         lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -239,3 +240,49 @@ def test_a_completion_depends_on_no_padding_where_generate_reads_it(open_minded:
     prompts = Prompts(Ragged.of([[7], [9, 8, 6, 5], [7]], np.int64), numbers=np.arange(3))
     drawn = engine.generate(prompts, Sampling(6, generation_kwargs=kwargs), seed=3)
     assert [row[0] for row in completions(drawn)] == [7, 7, 7]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "deepseek_v3"])
+def test_the_next_turn_of_an_episode_is_read_behind_what_its_row_has(name: str, tmp_path: Path) -> None:
+    """Three episodes of three turns: what is drawn is what a new engine draws; with new weights all is read again."""
+    folder = save(name, tmp_path)
+    engine = HfEngine(folder, tiny_tokenizer(), batch_size=4)
+    read: list[int] = []
+    engine.module.register_forward_pre_hook(
+        lambda _, __, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    contexts = {episode: [5 + episode, *range(20, 30 + 2 * episode)] for episode in range(3)}
+
+    def play(turn: int, *, new: HfEngine) -> None:
+        sampling = Sampling(4 + turn, stop_token_ids=tuple(range(100, 110)))
+        numbers = {}
+        for episode, context in contexts.items():
+            (number,) = engine.submit(Prompts(Ragged.of([context], np.int64)), sampling, seed=10 * turn + episode)
+            numbers[number] = episode
+        while engine.num_running:
+            for found in engine.advance():
+                episode = numbers[found.number]
+                (number,) = new.submit(
+                    Prompts(Ragged.of([found.prompt_ids], np.int64)), sampling, seed=10 * turn + episode
+                )
+                while new.num_running:
+                    (*_, expected) = new.advance() or [None]
+                new.abort()
+                assert found.ids.tolist() == expected.ids.tolist()
+                np.testing.assert_allclose(found.logps, expected.logps, atol=2e-5)
+                contexts[episode] = [*found.prompt_ids, *found.ids, *range(40, 43 + episode)]
+
+    other = HfEngine(folder, tiny_tokenizer())
+    play(0, new=other)
+    assert max(read) > 10
+    read.clear()
+    play(1, new=other)
+    play(2, new=other)
+    assert max(read) <= 6, "what the episode wrote, and the last token"
+    changed = [(name, weight * 1.05) for name, weight in engine.module.state_dict().items()]
+    engine.load_weights(changed)
+    read.clear()
+    newer = HfEngine(folder, tiny_tokenizer())
+    newer.load_weights(changed)
+    play(3, new=newer)
+    assert max(read) > 20

@@ -98,6 +98,7 @@ def test_conversations_without_a_chat_template_are_one_line_before_anything_is_b
         (supervised_mistake, {"text": 3}, ("text", "the number 3, not text")),
         (supervised_mistake, {"text": None, "messages": None}, ("text", "null")),
         (supervised_mistake, {"text": ""}, None),
+        (supervised_mistake, {"prompt": "a"}, None),  # tokenization tells which columns are missing
         (supervised_mistake, {"prompt": [USER], "completion": "b"},
          ("completion", "the text 'b', and prompt is a list")),
         (pair_mistake, {"chosen": "a", "rejected": None}, ("rejected", "null")),

@@ -69,7 +69,11 @@ SWIFT: list[tuple[type[Any], str, dict[str, Any]]] = [
     ),
     (GRPOConfig, "eval_dataset: e\nearly_stop_interval: 3", {"metric_for_best_model": "reward"}),
     (SFTConfig, "early_stop_interval: 0", {"early_stop_interval": None, "metric_for_best_model": None}),
-    (PretrainConfig, "", {"packing": False, "packing_strategy": "bfd", "loss_scale": "all"}),
+    (
+        PretrainConfig,
+        "",
+        {"packing": False, "packing_strategy": "bfd", "loss_scale": "all", "use_chat_template": False},
+    ),
     *((kind, "", {"truncation_mode": "drop"}) for kind in (KTOConfig, CPOConfig, SimPOConfig, ORPOConfig)),
     (DPOConfig, "", {"max_length": None, "beta": 0.1, "learning_rate": 1e-4, "truncation_mode": "drop"}),
     (

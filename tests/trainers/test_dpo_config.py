@@ -26,6 +26,8 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"ld_alpha": 1.5}, ["ld_alpha must lie in [0, 1]"]),
     ({"rpo_alpha": 1.0, "loss_type": ["sigmoid", "sft"]}, ["rpo_alpha", "sft", "remove one"]),
     ({"rpo_alpha": 1.0, "use_weighting": True}, ["sft cannot be weighted"]),
+    ({"nll_batch_size": 2}, ["nll_batch_size", "loss_type: sft, or rpo_alpha"]),
+    ({"nll_batch_size": 2, "rpo_alpha": 1.0, "packing": True}, ["nll_batch_size", "without packing"]),
     ({"reference_free": True, "ref_model": "other"}, ["reference_free", "ref_model"]),
     ({"reference_free": True, "sync_ref_model": True}, ["reference_free", "sync_ref_model"]),
     ({"precompute_ref_log_probs": True, "sync_ref_model": True}, ["sync_ref_model", "precompute_ref_log_probs"]),

@@ -25,6 +25,7 @@ from trainers.backends.fsdp.vision.parts import linear_layers, part_of
 from trainers.configuration.reading.command_line import load_config
 from trainers.configuration.shared import SEQUENCES_PER_STEP
 from trainers.grpo.config import GRPOConfig
+from trainers.parts.engine import vllm_settings
 from trainers.run.header import MOST_LINES, header, num_parameters, trainer_name
 from trainers.sft.config import SFTConfig
 from trainers.sft.trainer import SFTTrainer
@@ -42,12 +43,36 @@ def test_a_header_says_what_the_run_is_about_to_do(tmp_path: Path) -> None:
         "data: 5,000 rows of rows",
         "roles: train on 2 GPU (train); rollout on 2 GPU (rollout)",
         f"steps: 30, of 16 sequences each, at most {16 * (100 + 512):,} tokens, into outputs/grpo",
-        "chosen by the run: token_budget: auto, gradient_checkpointing: auto "
-        "(only on a GPU; the log then has the values)",
+        "chosen in the first step: token_budget, gradient_checkpointing (the log then has the values)",
         "translated: dtype from bf16",
     ]
     own = GRPOConfig(model="m", dataset="rows", reward_funcs=["exact_answer"], output_dir="other")
     assert "translated" not in "".join(header(own, 30, {}))  # which was not read, but made in Python afterwards
+
+
+def test_what_auto_stands_for_on_a_cpu_is_yaml_that_fixes_it(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(BASE)
+    config = load_config(GRPOConfig, ["--config", str(tmp_path / "x.yaml")])
+    assert (config.token_budget, config.gradient_checkpointing) == ("auto", "auto")
+    lines = [line for line in header(config, 30, {}) if "# auto: " in line]
+    (tmp_path / "y.yaml").write_text("\n".join([BASE, *lines]))
+    fixed = load_config(GRPOConfig, ["--config", str(tmp_path / "y.yaml")])
+    assert (fixed.token_budget, fixed.gradient_checkpointing) == (None, False)
+    assert fixed.per_device_train_batch_size == config.per_device_train_batch_size
+    assert not [line for line in header(fixed, 30, {}) if "auto" in line or "chosen" in line]
+
+
+@pytest.mark.parametrize(("together", "share"), [(True, 0.4), (False, 0.9)])
+def test_a_header_has_the_share_of_memory_that_an_engine_takes(together: bool, share: float, tmp_path: Path) -> None:
+    colocated = "colocate_groups: [[train, rollout]]\n" if together else ""
+    keys = f"{BASE}{ROLES}{colocated}use_ray: true\nrollout_engine: vllm\nmax_prompt_length: 9\n"
+    (tmp_path / "x.yaml").write_text(f"{keys}vllm_gpu_memory_utilization: auto\n")
+    config = load_config(GRPOConfig, ["--config", str(tmp_path / "x.yaml")])
+    (line,) = [line for line in header(config, 30, {}) if line.startswith("vllm_gpu_memory_utilization")]
+    assert line.startswith(f"vllm_gpu_memory_utilization: {share}  # auto: ")
+    (tmp_path / "x.yaml").write_text(f"{keys}{line}\n")
+    assert load_config(GRPOConfig, ["--config", str(tmp_path / "x.yaml")]).vllm_gpu_memory_utilization == share
+    assert vllm_settings(config, shares_devices=together)["gpu_memory_utilization"] == share
 
 
 def test_a_header_counts_the_data_of_every_trainer() -> None:

@@ -480,6 +480,15 @@ def test_rows_that_are_joined_fill_no_packs(tmp_path: Path) -> None:
     assert (config.packing_strategy, pack_length(config), micro_batch_tokens(config)) == ("bfd", None, "auto")
 
 
+@pytest.mark.parametrize(("steps", "is_told"), [(1, False), (2, True)])
+def test_gkd_says_that_its_mean_is_over_the_step(
+    steps: int, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        load(GKDConfig, f"teacher_model: t\ndefaults: ms-swift\ngradient_accumulation_steps: {steps}", tmp_path)
+    assert ("in ms-swift it is one per micro-batch" in caplog.text) is is_told
+
+
 def test_packing_of_rows_that_ms_swift_does_not_pack_is_padding_free(tmp_path: Path) -> None:
     for kind, further in ((GKDConfig, "teacher_model: t"), (GRPOConfig, "reward_funcs: [accuracy]")):
         assert load(kind, f"packing: true\n{further}", tmp_path).padding_free

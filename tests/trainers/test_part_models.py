@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayhelper import RayHelper
+from rayhelper import ConfigError, RayHelper
 from tests.e2e.runs import grpo_config, sft_config
 from tests.golden.tiny import save_tiny
 from trainers.backends.fsdp.backend import FsdpBackend
@@ -17,6 +17,7 @@ from trainers.batch import Ragged, Sequences
 from trainers.configuration.shared import TrainConfig
 from trainers.metrics import Metrics
 from trainers.parts.frozen import Reference, Teacher
+from trainers.parts.models import resolved_models
 from trainers.parts.policy import Critic, ModelLostError, Policy
 
 
@@ -29,6 +30,16 @@ def sequences(count: int = 5) -> Sequences:
     lengths = np.arange(4, 4 + count)
     ids = np.random.default_rng(3).integers(4, 250, lengths.sum())
     return Sequences(Ragged.split(ids, lengths), Ragged.of([np.arange(length) >= 2 for length in lengths], bool))
+
+
+def test_a_model_that_is_nowhere_is_one_line(models: list[str], tmp_path: Path) -> None:
+    config = grpo_config(models[0], tmp_path)
+    assert resolved_models(config, models[0], models) == {model: model for model in models}
+    with pytest.raises(
+        ConfigError, match=r"no model could be loaded from 'no/such'.* Give a folder or a hub name"
+    ) as told:
+        resolved_models(config, models[0], ["no/such"])
+    assert "\n" not in str(told.value)
 
 
 def test_logits_are_divided_by_the_temperature_of_completions_unless_another_is_named(

@@ -32,7 +32,7 @@ from trainers.parts.checks import num_train_shards
 from trainers.parts.models import resolve_dtype
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.plugins import MODELS, _Entry, resolve_model
-from trainers.run import stopping
+from trainers.run import origin, stopping
 from trainers.run.going_on import builds_model
 from trainers.run.run import Run, saved_order
 from trainers.run.stopping import StepGivenUp, Stop, Stopped
@@ -743,6 +743,31 @@ def test_the_logs_are_closed_however_a_run_ends(model: str, tmp_path: Path) -> N
         with interrupted_after(2), pytest.raises(KeyboardInterrupt):
             SFTTrainer(sft_config(model, tmp_path)).train()
     assert [log.closed for log in opened_logs] == [True]
+
+
+def test_git_is_asked_once_for_each_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the state of every file."""
+    asked: list[str] = []
+
+    def told(command: list[str]) -> str:
+        if command[0] == "git":
+            asked.append(command[2])
+        return f"{Path(command[2]).name}\n"
+
+    monkeypatch.setattr(origin, "_told", told)
+    root = Path(origin.__file__).parents[2]  # of this repository, as of the package
+    (tmp_path / "other" / "folder").mkdir(parents=True)
+    (tmp_path / "other" / ".git").mkdir()
+    commits = []
+    for number, folder in enumerate((root / "tests", tmp_path / "other" / "folder")):
+        monkeypatch.chdir(folder)
+        origin.begin(
+            tmp_path / str(number), SFTConfig(model="m", dataset="d"), trainer="sft", first_step=0, num_steps=1
+        )
+        commits.append(json.loads((tmp_path / str(number) / origin.ORIGIN_FILE).read_text())["starts"][0]["commits"])
+    assert commits[0] == {"the folder of the run": root.name, "rayhelper": root.name}
+    assert commits[1] == {"the folder of the run": "other", "rayhelper": root.name}
+    assert asked == [str(root), str(tmp_path / "other"), str(root)]
 
 
 def test_a_run_does_not_go_on_with_other_keys_than_its_checkpoint_was_made_with(tmp_path: Path) -> None:

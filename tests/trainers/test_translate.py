@@ -13,7 +13,9 @@ from rayhelper.planning.dry_run import make_plan
 from rayhelper.text import parse_text
 from trainers.configuration.reading.command_line import load_config
 from trainers.configuration.reading.folders import configuration_named
+from trainers.translate import conditions
 from trainers.translate.command import main
+from trainers.translate.conditions import evaluated
 from trainers.translate.roll import ranks_of
 from trainers.translate.shell import commands, unknown_in
 
@@ -471,6 +473,69 @@ def test_a_file_that_nobody_knows_is_refused(tmp_path: Path, capsys: pytest.Capt
     out, err = translated("learning_rate: 1\n", "x.yaml", tmp_path, capsys)
     assert not out
     assert "--from" in err
+
+
+CONDITIONS = """set -euo pipefail
+DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+N=4
+if [ "$DEVICE" = npu ]; then N=8; fi
+double() { echo $(($1 * 2)); }
+mkdir -p logs
+python3 -m verl.trainer.main_ppo n=$N d=$(double $N) "text=x y" name=$(date +%Y) "$@" 2>&1 | tee logs/log.txt
+"""
+
+
+def test_bash_says_what_a_script_sets_under_a_condition() -> None:
+    words = ["python3", "-m", "verl.trainer.main_ppo", "n=4", "d=8", "text=x y", "name=\0$(date +%Y)\0"]
+    assert evaluated(CONDITIONS, {"DEVICE": "gpu"}) == [words]
+    assert evaluated(CONDITIONS, {"DEVICE": "npu"}) == [[*words[:3], "n=8", "d=16", *words[5:]]]
+    assert evaluated(CONDITIONS, {}) is None  # a program would decide
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("if nvidia-smi; then N=8; fi", "[ $(nproc) -gt 3 ] && N=8", "nvidia-smi && N=8", "N=$(($(nproc) / 2))"),
+        *("case $(hostname) in a) N=8;; esac", "[ $N = 3 ] || nvidia-smi || N=8", "N=$1", "N=$NOBODY_SETS_IT"),
+        *(
+            "cd /",
+            "echo 1 > {file}",
+            "/bin/touch {file}",
+            "exec /bin/touch {file}",
+            "source {file}",
+            "while :; do :; done",
+        ),
+    ],
+)
+def test_what_programs_and_files_decide_is_not_known(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conditions, "LIMIT_S", 1.0)
+    file = tmp_path / "touched"
+    assert evaluated(f"N=4\n{line.format(file=file)}\npython3 -m x n=$N", {}) is None
+    assert not file.exists()
+
+
+def test_a_script_of_verl_with_conditions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = SCRIPT.replace("DRAWS=4", 'DRAWS=2\nif [ "${DEVICE:-gpu}" = gpu ]; then DRAWS=8; fi')
+    assert parse_text(translated(text, "run.sh", tmp_path, capsys)[0], "ours")["num_generations"] == 8
+    monkeypatch.setenv("DEVICE", "npu")
+    assert parse_text(translated(text, "run.sh", tmp_path, capsys)[0], "ours")["num_generations"] == 2
+
+
+def test_names_that_verl_has_since_its_last_releases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = "model_engine=megatron reward.custom_reward_function.path=rule.py actor_rollout_ref.actor.optim.min_lr=1e-7"
+    more += " actor_rollout_ref.actor.optim.lr_decay_style=cosine data.truncation='error'"
+    out, _ = translated(SCRIPT.replace("data.truncation='error'", more), "run.sh", tmp_path, capsys)
+    found = parse_text(out, "ours")
+    assert (found["backend"], found["lr_scheduler_kwargs"]) == ("megatron", {"min_lr": 1e-7})
+    assert found["reward_funcs"][0]["path"] == "rule.py"
+    assert "# from reward.custom_reward_function.path x" in out
+    out, err = translated(SCRIPT.replace("data.truncation='error'", "model_engine=veomni"), "r.sh", tmp_path, capsys)
+    assert not out
+    assert "veomni is not built" in err
 
 
 def test_words_of_a_script() -> None:

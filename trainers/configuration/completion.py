@@ -52,7 +52,8 @@ class CompletionConfig(TrainConfig):
 
     # vLLM, by its own names; needs rollout_engine: vllm
     vllm_gpu_memory_utilization: float | None = None
-    """Share of a GPU's memory for weights and KV cache. null: 0.9, or 0.4 if the policy is trained on the same GPU."""
+    """Share of a GPU's memory for weights and KV cache. null or auto: 0.9, or 0.4 if the policy is trained on the same
+    GPU."""
     vllm_tensor_parallel_size: int = 1
     """Rollout workers that hold one model together. With gpus_per_worker in the device group of role rollout: the GPUs
     of one worker."""

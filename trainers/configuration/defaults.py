@@ -127,6 +127,31 @@ def _evaluates_by_steps(keys: Keys) -> bool:
     return _has_rows(keys) and bool(keys.get("save_steps")) and keys.get("eval_strategy") == "steps"
 
 
+def _estimates_kl(keys: Keys) -> bool:
+    return _is_fsdp(keys) and _counts_rows(keys) and not keys.get("packing") and keys.get("loss_type") == "kto"
+
+
+def _adds_likelihood(keys: Keys) -> bool:
+    """Whether the loss of pairs has the likelihood of the chosen completions beside it."""
+    if not _counts_rows(keys) or keys.get("packing"):
+        return False
+    listed = keys.get("loss_type")
+    types = listed.split() if isinstance(listed, str) else listed or ()
+    return bool("learns_prompts" in keys or keys.get("cpo_alpha") or keys.get("rpo_alpha") or "sft" in types)
+
+
+def _micro_batch(keys: Keys) -> Any:
+    """Rows of one micro-batch of a worker."""
+    size = keys.get("per_device_train_batch_size")
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def _micro_batches(keys: Keys) -> Any:
+    """Rows of one micro-batch of all workers, as far as the keys say."""
+    size = _micro_batch(keys)
+    return None if size is None else size * _workers(keys)
+
+
 def _learning_rate(keys: Keys) -> float:
     return 1e-5 if keys.get("tuner_type") == "full" else 1e-4
 
@@ -211,13 +236,22 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         Default("loss_scale", "default", TEMPLATE),
     ),
     **dict.fromkeys(
-        ("ClassificationConfig", "DPOConfig", "KTOConfig", "PairConfig"),
-        (Default("truncation_mode", "drop", TEMPLATE),),
+        ("DPOConfig", "PairConfig"),
+        (
+            Default("truncation_mode", "drop", TEMPLATE),
+            Default("nll_batch_size", _micro_batch, "swift/rlhf_trainers/dpo_trainer.py", _adds_likelihood),
+        ),
+    ),
+    "ClassificationConfig": (Default("truncation_mode", "drop", TEMPLATE),),
+    "KTOConfig": (
+        Default("truncation_mode", "drop", TEMPLATE),
+        Default("kl_batch_size", _micro_batches, "swift/rlhf_trainers/kto_trainer.py", _estimates_kl),
     ),
     "PretrainConfig": (
         Default("packing", False, BASE),
         Default("packing_strategy", "bfd", BASE),
         Default("loss_scale", "all", "swift/arguments/pretrain_args.py"),
+        Default("use_chat_template", False, "swift/arguments/pretrain_args.py"),
         Default("system", None, "swift/arguments/pretrain_args.py"),
     ),
     "GRPOConfig": (
@@ -239,6 +273,7 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
     "ORPOConfig": (Default("learns_prompts", False, "swift/rlhf_trainers/rlhf_mixin.py"),),
     "CPOConfig": (Default("simpo_gamma", 1.0, RLHF, lambda keys: keys.get("loss_type") == "simpo"),),
     "GKDConfig": (
+        Default("dataloader_drop_last", True, "swift/rlhf_trainers/gkd_trainer.py"),
         Default("completion_length_limit_scope", "per_round", MIXIN, _has_turns),
         Default(
             "gkd_topk_add_tail",

@@ -34,6 +34,9 @@ class PairConfig(TrainConfig):
     through the model without padding, as with padding_free."""
 
     # Loss
+    nll_batch_size: int | None = None
+    """Pairs in a batch of the likelihood of the chosen completions: it is a mean over the tokens of each batch, then
+    over the pairs. null: over all tokens of the step."""
     beta: float = 0.1
     """Weight of the difference between the log-probabilities of the two completions."""
 
@@ -44,7 +47,9 @@ class PairConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 2, "max_length")
-        at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size")
+        at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size", "nll_batch_size")
+        if self.packing:
+            unread(self, "batch sizes count packs with packing", "nll_batch_size")
         if not self.beta > 0:
             raise ConfigError(f"beta must be positive, got {self.beta}")
 

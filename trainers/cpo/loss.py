@@ -40,6 +40,8 @@ def pair_loss(
     """
     halves = {"chosen": slice(0, len(micro)), "rejected": slice(len(micro), None)}
     masks = {"chosen": completion_mask(mask_BT[halves["chosen"]], micro), "rejected": mask_BT[halves["rejected"]]}
+    weights = micro.nll_weights
+    weights_B = None if weights is None else on_device(torch.from_numpy(weights), logps_BT.device)
     chosen, rejected = (Completions(logps_BT[half], masks[name]) for name, half in halves.items())
     if isinstance(config, CPOConfig):
         loss, diagnostics = cpo_loss(
@@ -47,6 +49,7 @@ def pair_loss(
             rejected,
             num_pairs=counts.num_pairs,
             num_chosen_tokens=counts.num_learned_tokens,
+            nll_weights_B=weights_B,
             loss_type=config.loss_type,
             beta=config.beta,
             label_smoothing=config.label_smoothing,
@@ -62,6 +65,7 @@ def pair_loss(
             mask_BT[halves["chosen"]],
             num_pairs=counts.num_pairs,
             num_learned_tokens=counts.num_learned_tokens,
+            nll_weights_B=weights_B,
             beta=config.beta,
         )
     add_preference_metrics(metrics, diagnostics)

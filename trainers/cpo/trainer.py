@@ -29,7 +29,7 @@ from trainers.data.broken_rows import pair_mistake, without_broken
 from trainers.data.images.conversations import COLUMNS
 from trainers.data.images.processor import seen_too
 from trainers.data.packs import batches_of
-from trainers.data.preferences import Preferences, tokenize_preferences
+from trainers.data.preferences import Preferences, tokenize_preferences, with_prompt
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
 from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_rows
@@ -68,7 +68,9 @@ class CPOTrainer:
         rows = read_rows(config, source, split, self.images)
         with mistakes_of("dataset"):
             columns = ("chosen", "rejected", "prompt", "margin", *COLUMNS)
-            rows = without_broken(rows, seen_too(pair_mistake, self.images), *columns, skip=config.skip_broken_rows)
+            rows = without_broken(
+                rows, seen_too(pair_mistake, self.images, with_prompt), *columns, skip=config.skip_broken_rows
+            )
             pairs = tokenize_preferences(
                 rows,
                 self.tokenizer,
@@ -94,6 +96,7 @@ class CPOTrainer:
             for step in run.rounds(self):
                 with run.phase("data"):
                     pairs = dataclasses.replace(self.pairs[batches[step]], row_ids=batches[step])
+                    pairs = pairs.with_nll_batches(config.nll_batch_size)
                 with run.phase("update"):
                     metrics = self.policy.step(pairs, counts_of(pairs))
                 metrics.sum("num_tokens", pairs.num_tokens)
@@ -103,7 +106,9 @@ class CPOTrainer:
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics of all evaluation pairs, under training's names with ``eval_`` before them."""
         assert self.eval_pairs is not None
-        return self.policy.measure(self.eval_pairs, counts_of(self.eval_pairs)).values("eval_")
+        size = self.config.per_device_eval_batch_size if self.config.nll_batch_size else None
+        pairs = self.eval_pairs.with_nll_batches(size)
+        return self.policy.measure(pairs, counts_of(pairs)).values("eval_")
 
     def save(self, folder: Path) -> None:
         self.policy.save(folder)

@@ -103,9 +103,8 @@ def supervised_mistake(row: Mapping[str, Any], text_field: str = "text", seen: S
         return in_column(row, "messages", text=False, seen=seen)
     if row.get(text_field) is not None:
         return None if isinstance(row[text_field], str) else (text_field, f"{_called(row[text_field])}, not text")
-    return next((name for name in (text_field, "messages", "completion", "prompt") if row.get(name, 0) is None), ""), (
-        "null"
-    )
+    empty = next((name for name in (text_field, "messages", "completion", "prompt") if row.get(name, 0) is None), None)
+    return None if empty is None else (empty, "null")  # without such a column tokenization tells which are missing
 
 
 def pair_mistake(row: Mapping[str, Any], seen: Seen = ()) -> Mistake | None:

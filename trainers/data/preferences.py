@@ -43,6 +43,7 @@ class Preferences(Batch):
     row_ids: np.ndarray | None = None  # int64, one a pair: places in the data, for messages
     num_prompt_targets: np.ndarray | None = None  # int64, one a pair: those of chosen that come first
     images: list[Pictures] | None = None  # of each pair's prompt; None: no pair has any
+    nll_weights: np.ndarray | None = None  # float32, one a pair: of its chosen tokens in their likelihood; None: 1
 
     @classmethod
     def of(
@@ -92,6 +93,18 @@ class Preferences(Batch):
         num_completion_targets = np.array([row.sum() for row in self.chosen_mask], np.int64)
         num_prompt_targets = np.maximum(self.chosen_mask.lengths - 1, 0) - num_completion_targets
         return replace(self, chosen_mask=chosen_mask, num_prompt_targets=num_prompt_targets)
+
+    def with_nll_batches(self, size: int | None) -> Preferences:
+        """The same pairs; their likelihood is a mean over the tokens of ``size`` consecutive pairs, then over pairs.
+
+        None: over all tokens.
+        """
+        if size is None or len(self) == 0:
+            return self
+        batches = np.arange(len(self)) // size
+        tokens = np.bincount(batches, [row.sum() for row in self.chosen_mask])
+        shares = np.bincount(batches) / len(self) * self.num_chosen_tokens / np.maximum(tokens, 1)
+        return replace(self, nll_weights=shares[batches].astype(np.float32))
 
     @property
     def num_tokens(self) -> int:
@@ -225,6 +238,17 @@ def _encoded(
     if images is not None:
         columns["images"] = [images.placed(_pair_of(rows[index]))[1] for index in table["row"]]
     return Preferences(**columns, margins=np.asarray(table["margin"], np.float32) if has_margins else None)
+
+
+def with_prompt(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row with the turns that begin both of its conversations as its prompt, if it has none of its own."""
+    from trl import extract_prompt  # type: ignore[attr-defined]
+
+    is_whole = all(isinstance(row.get(name), list) and row[name] for name in ("chosen", "rejected"))
+    if row.get("prompt") is not None or not is_whole or row["chosen"] == row["rejected"]:
+        return row
+    extracted: dict[str, Any] = extract_prompt({name: row[name] for name in ("chosen", "rejected")})
+    return {**row, **extracted}
 
 
 def _pair_of(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,16 +75,16 @@ def load_rows(
 
     Raises FileNotFoundError or ValueError saying what is wrong with the source and what there is instead.
     """
-    rows = read_source(source, split, skip_broken=skip_broken)
+    rows = read_source(source, split, skip_broken=skip_broken, columns=columns)
     if len(rows) == 0:
         raise ValueError(f"dataset {shown(source)} is empty (split {split!r}): it has no rows")
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
-    rows = encoded(rows)
+    rows = encoded(_renamed(rows, columns or {}))
     check_seen(rows, MEDIA[len(COLUMNS) :] if images else MEDIA)
     if no_videos is not None:
         check_seen(rows, OF_KINDS["video"], no_videos)
-    rows = _sharegpt_converted(_renamed(rows, columns or {}))
+    rows = _sharegpt_converted(rows)
     if prompt_template is None and (not columns or {"query", "response"} & set(columns.values())):
         rows = in_our_columns(rows)  # other columns say themselves what they are
     rows = with_names(rows, names or {})
@@ -229,7 +229,8 @@ def tokenize_sft(
     tokens, and those left without a target are dropped, with one line in the log. The first token is no target.
     ``loss_scale`` chooses among the tokens that would be learned, and weighs them: see ``loss_scale.py``.
     ``pack`` with ``bfd_split`` or ``wrapped`` wants ``max_length=None``. ``images``: of a model that sees pictures; a
-    row whose pictures would be cut raises ValueError.
+    row whose pictures would be cut raises ValueError. Where answers are chosen, the tokens of their pictures are no
+    targets, as in ms-swift.
 
     Departures from TRL: it keeps rows without a target when it packs, and refuses rows without an assistant's turn.
     """
@@ -253,6 +254,8 @@ def tokenize_sft(
                 row_ids, row_weights = _SFTEncoder(own, *told)(row)
                 if images is not None and longest is None:
                     images.check_cut(row_ids, row_ids[cut], f"max_length {max_length}")
+                if images is not None and pictures and (assistant_only_loss or loss_scale is not None):
+                    row_weights = images.unlearned(row_ids, row_weights)
             except Exception as error:
                 error.add_note(f"while tokenizing row {index} of the dataset")
                 raise

@@ -20,7 +20,7 @@ import numpy as np
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.data.broken_rows import warn_left_out
 from trainers.data.held_out import Part
-from trainers.data.images.conversations import has_pictures, with_folder
+from trainers.data.images.conversations import has_pictures, of_one_type, with_folder
 from trainers.data.images.in_memory import for_table, unreadable
 from trainers.plugins import DATASETS, exits_are_errors
 
@@ -32,7 +32,9 @@ COUNTED = re.compile(r"(.+)#(:?)([0-9]+)", re.DOTALL)
 FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-def read_source(source: Any, split: str = "train", *, skip_broken: bool = False) -> Dataset:
+def read_source(
+    source: Any, split: str = "train", *, skip_broken: bool = False, columns: Mapping[str, str] | None = None
+) -> Dataset:
     """The rows of a source, as they are.
 
     A source is a file or a list of them (.jsonl, .json, .parquet, .csv; patterns with ``*`` too), a folder of files or
@@ -41,31 +43,33 @@ def read_source(source: Any, split: str = "train", *, skip_broken: bool = False)
     ``split`` chooses among the splits of folders, hub and registered datasets. ``name#500`` are 500 rows of a named
     source, drawn without repetition, the same in every run; ``name#:500`` are its first 500. Of a source that has
     fewer, some come again. A ``Part`` of a source is read too. ``skip_broken`` leaves out lines of a .jsonl file that
-    are no JSON objects in UTF-8, and rows whose text is none.
+    are no JSON objects in UTF-8, and rows whose text is none. ``columns``: what columns will be called, from the
+    source's name to ours. Nothing is renamed here, but paths of pictures in them start in the folder of their file.
 
     Raises FileNotFoundError or ValueError saying what is wrong and what there is instead.
     """
     import datasets
 
+    options: dict[str, Any] = {"skip_broken": skip_broken, "columns": columns}
     if isinstance(source, Part):
-        return _read_part(source, split, skip_broken)
+        return _read_part(source, split, **options)
     if isinstance(source, datasets.Dataset):
         return source
     if isinstance(source, Mapping):  # DatasetDict too
         if isinstance(source.get("datasets"), list):
-            return read_mixture(source["datasets"], split, source.get("test_split_size"), skip_broken=skip_broken)
+            return read_mixture(source["datasets"], split, source.get("test_split_size"), **options)
         if isinstance(source.get("path"), str):
-            return read_part(source, split, skip_broken=skip_broken)
+            return read_part(source, split, **options)
         if split not in source:
             raise ValueError(
                 f"there is no split {split!r}.{nearest(split, source, DID_YOU_MEAN)} Splits: {', '.join(source)}."
             )
-        return read_source(source[split], split, skip_broken=skip_broken)
+        return read_source(source[split], split, **options)
     if isinstance(source, (str, Path)):
-        return _read_named(str(source), split, skip_broken)
+        return _read_named(str(source), split, **options)
     items = list(source)
     if items and all(isinstance(item, (str, Path)) for item in items):
-        return _joined([read_source(item, split, skip_broken=skip_broken) for item in items])
+        return _joined([read_source(item, split, **options) for item in items])
     for index, item in enumerate(items):
         if not isinstance(item, Mapping):
             raise ValueError(f"row {index} of the dataset is a {type(item).__name__}: rows are mappings of columns")
@@ -194,43 +198,43 @@ def _is_unicode(value: Any) -> bool:
     return all(map(_is_unicode, value)) if isinstance(value, (list, tuple)) else True
 
 
-def _read_named(name: str, split: str, skip_broken: bool = False) -> Dataset:
+def _read_named(name: str, split: str, skip_broken: bool = False, columns: Mapping[str, str] | None = None) -> Dataset:
     """The dataset behind a name: registered, a pattern, a folder, a file, or on the hub."""
     import datasets
 
     whole, count, is_first = counted(name)
     if count is not None:
-        return _taken(_read_named(whole, split, skip_broken), count, is_first)
+        return _taken(_read_named(whole, split, skip_broken, columns), count, is_first)
     if name in DATASETS:
         function = DATASETS[name]
         takes_split = "split" in inspect.signature(function).parameters
         with exits_are_errors(f"dataset {name!r}"):
             found = function(split=split) if takes_split else function()
-        return read_source(found, split, skip_broken=skip_broken)
+        return read_source(found, split, skip_broken=skip_broken, columns=columns)
     path = Path(name).expanduser()
     if path.is_dir():
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
             return read_source(datasets.load_from_disk(str(path)), split)
-        return with_folder(datasets.load_dataset(str(path), split=split), path)
+        return with_folder(datasets.load_dataset(str(path), split=split), path, columns)
     if path.is_file():
-        return read_files([path], skip_broken)
+        return read_files([path], skip_broken, columns)
     if glob.has_magic(name):
         files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True))]
         if not files:
             raise FileNotFoundError(f"no file matches {name!r}. {_beside(path)}")
-        return read_files(files, skip_broken)
+        return read_files(files, skip_broken, columns)
     if path.suffix in FILE_TYPES or name.startswith(("/", "./", "../", "~")):
         raise FileNotFoundError(f"dataset file {name!r} does not exist. {_beside(path)}")
     return _read_hub(name, split)
 
 
-def _read_part(part: Part, split: str, skip_broken: bool) -> Dataset:
+def _read_part(part: Part, split: str, **options: Any) -> Dataset:
     """The rows of a part; each source of a list by itself."""
     source = part.source
     if isinstance(source, (list, tuple)) and source and all(isinstance(item, (str, Path)) for item in source):
-        return _joined([_read_part(part.of(item), split, skip_broken) for item in source])
+        return _joined([_read_part(part.of(item), split, **options) for item in source])
     whole, count, is_first = counted(source) if isinstance(source, (str, Path)) else (source, None, False)
-    rows = read_source(whole, split, skip_broken=skip_broken)
+    rows = read_source(whole, split, **options)
     return rows.select(part.indices(len(rows), count, is_first=is_first))
 
 
@@ -248,15 +252,15 @@ def _taken(rows: Dataset, count: int, is_first: bool) -> Dataset:
     return rows.select(np.concatenate([np.array([], np.int64), *orders])[:count])
 
 
-def read_files(files: list[Path], skip_broken: bool = False) -> Dataset:
-    """The rows of files, whatever is registered under their names."""
+def read_files(files: list[Path], skip_broken: bool = False, columns: Mapping[str, str] | None = None) -> Dataset:
+    """The rows of files, whatever is registered under their names. ``columns``: as of ``read_source``."""
     import datasets
 
     types = {file.suffix for file in files}
     if unknown := types - FILE_TYPES.keys():
         raise ValueError(f"{files[0]}: cannot read files of type {sorted(unknown)}; known: {', '.join(FILE_TYPES)}")
     if len({FILE_TYPES[suffix] for suffix in types}) > 1:
-        return _joined([read_files([file], skip_broken) for file in files])
+        return _joined([read_files([file], skip_broken, columns) for file in files])
     for file in files:
         if not file.stat().st_size:
             raise ValueError(f"dataset file {file} is empty: it has no rows")
@@ -267,9 +271,11 @@ def read_files(files: list[Path], skip_broken: bool = False) -> Dataset:
             names = [str(file) for file in files]
             rows = datasets.load_dataset(FILE_TYPES[types.pop()], data_files=names, split="train")
         rows.data.validate(full=True)  # bytes that are not UTF-8 are read as text unseen
-        if len({file.parent for file in files}) > 1 and has_pictures(rows):  # whose paths are relative to their file
-            return _joined([read_files([file], skip_broken) for file in files])
-        return with_folder(rows, files[0].parent)
+        if len({file.parent for file in files}) > 1 and has_pictures(
+            rows, columns
+        ):  # whose paths are relative to their file
+            return _joined([read_files([file], skip_broken, columns) for file in files])
+        return with_folder(rows, files[0].parent, columns)
     except Exception as error:
         told = [mistake for file in files if file.suffix == ".jsonl" for mistake in _line_mistakes(file)]
         if not told:
@@ -342,6 +348,7 @@ def _joined(parts: list[Dataset]) -> Dataset:
     """The rows of all parts. Columns they share get the first part's types: a CSV's strings are not a JSON's."""
     import datasets
 
+    parts = of_one_type(parts)
     wanted = {name: kind for name, kind in parts[0].features.items() if kind != datasets.Value("null")}
     try:
         alike = [

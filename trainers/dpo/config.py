@@ -46,6 +46,9 @@ class DPOConfig(ReferenceConfig):
     """One weight per loss type. null: 1 for each."""
     rpo_alpha: float | None = None
     """Adds the loss type sft with this weight (RPO, arXiv 2404.19733). null: it is not added."""
+    nll_batch_size: int | None = None
+    """Pairs in a batch of the likelihood of the chosen completions: it is a mean over the tokens of each batch, then
+    over the pairs. null: over all tokens of the step."""
     beta: float = 0.1
     """How strongly the policy is kept close to the reference. A larger value keeps it closer."""
     label_smoothing: float = 0.0
@@ -89,7 +92,7 @@ def weighted_losses(config: DPOConfig) -> tuple[list[Any], list[float]]:
 def check_dpo(config: DPOConfig) -> None:
     """Raises ConfigError naming the first key whose value has no meaning."""
     at_least(config, 2, "max_length")
-    at_least(config, 1, "dataset_num_proc", "per_device_eval_batch_size")
+    at_least(config, 1, "dataset_num_proc", "per_device_eval_batch_size", "nll_batch_size")
     at_least(config, 0, "rpo_alpha")
     defaults = {one.name: one.default for one in fields(config)}
     others = [name for name in ("ref_model", "precompute_ref_log_probs", "sync_ref_model") if getattr(config, name)]
@@ -102,6 +105,7 @@ def check_dpo(config: DPOConfig) -> None:
         ("f_alpha_divergence_coef", "f_divergence_type: alpha_divergence", "alpha" in config.f_divergence_type),
         ("discopop_tau", "loss_type: discopop", "discopop" in types),
         ("bco_shift", "loss_type: bco_pair", "bco_pair" in types),
+        ("nll_batch_size", "loss_type: sft, or rpo_alpha, without packing,", "sft" in types and not config.packing),
     ):
         if getattr(config, name) != defaults[name] and not is_used:
             raise ConfigError(f"{name} is {getattr(config, name)}, which only {user} uses; set that, or remove it")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trainers.batch import on_device
 from trainers.data.preferences import Preferences
 from trainers.dpo.config import DPOConfig, weighted_losses
 from trainers.losses.preference import Completions, add_preference_metrics, preference_loss
@@ -47,12 +48,14 @@ def dpo_loss(
         return Completions(*(None if tensor is None else tensor[half] for tensor in tensors))  # type: ignore[arg-type]
 
     chosen, rejected = slice(0, len(micro)), slice(len(micro), None)
+    weights = micro.nll_weights
     loss_types, loss_weights = weighted_losses(config)
     loss, diagnostics = preference_loss(
         completions(chosen),
         completions(rejected),
         num_pairs=counts.num_pairs,
         num_chosen_tokens=counts.num_chosen_tokens,
+        nll_weights_B=None if weights is None else on_device(torch.from_numpy(weights), logps_BT.device),
         loss_type=loss_types,
         loss_weights=loss_weights,
         beta=config.beta,

@@ -31,7 +31,7 @@ from trainers.data.broken_rows import pair_mistake, without_broken
 from trainers.data.images.conversations import COLUMNS
 from trainers.data.images.processor import seen_too
 from trainers.data.packs import batches_of
-from trainers.data.preferences import Preferences, tokenize_preferences
+from trainers.data.preferences import Preferences, tokenize_preferences, with_prompt
 from trainers.dpo.config import DPOConfig, weighted_losses
 from trainers.dpo.loss import PairCounts, dpo_loss, share_of_dpo_loss
 from trainers.dpo.scores import RunningMean, mean_reward, pair_logps
@@ -116,7 +116,9 @@ class DPOTrainer:
         rows = read_rows(config, source, split, self.images)
         with mistakes_of("dataset"):
             columns = ("chosen", "rejected", "prompt", "margin", *COLUMNS)
-            rows = without_broken(rows, seen_too(pair_mistake, self.images), *columns, skip=config.skip_broken_rows)
+            rows = without_broken(
+                rows, seen_too(pair_mistake, self.images, with_prompt), *columns, skip=config.skip_broken_rows
+            )
             return tokenize_preferences(
                 rows,
                 self.tokenizer,
@@ -142,6 +144,7 @@ class DPOTrainer:
             for step in run.rounds(self, self.state):
                 with run.phase("data"):
                     pairs = dataclasses.replace(self.pairs[batches[step]], row_ids=batches[step])
+                    pairs = pairs.with_nll_batches(config.nll_batch_size)
                 with run.phase("logps"):
                     pairs = self.with_reference(pairs, config.per_device_train_batch_size)
                 if config.bco_shift:
@@ -187,7 +190,9 @@ class DPOTrainer:
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics of all evaluation pairs, under training's names with ``eval_`` before them."""
         assert self.eval_pairs is not None
-        pairs = self.with_reference(self.eval_pairs, self.config.per_device_eval_batch_size)
+        size = self.config.per_device_eval_batch_size
+        pairs = self.with_reference(self.eval_pairs, size)
+        pairs = pairs.with_nll_batches(size if self.config.nll_batch_size else None)
         counts = counts_of(pairs, self.rewards.mean)
         return with_chosen_accuracy(self.policy.measure(pairs, counts)).values("eval_")
 

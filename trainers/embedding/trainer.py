@@ -27,7 +27,7 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.batch import Ragged
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, sequences_per_step, total_steps
-from trainers.data.images.processor import is_speaking
+from trainers.data.images.processor import is_one_piece, is_speaking
 from trainers.data.packs import batches_of
 from trainers.data.texts.groups import Groups, read_groups
 from trainers.embedding.config import EmbeddingConfig, Pooling
@@ -228,10 +228,10 @@ def check_embedding(config: EmbeddingConfig, found: Any) -> None:
             f"sequence_parallel_size is {config.sequence_parallel_size}, but workers share only rows of decoders with "
             f"pooling last, and pooling is {pooling}. Remove it."
         )
-    if is_speaking(found):
+    if is_speaking(found) or is_one_piece(found):
         raise ConfigError(
-            f"model: {config.model!r} ({found.model_type}) is also an audio model, and has no embeddings of texts "
-            "here. Take another vision model."
+            f"model: {config.model!r} ({found.model_type}) has no embeddings of texts here: transformers has no class "
+            "of the model without its head. Take another vision model."
         )
     if config.backend == "megatron" and pooling != "last":
         raise ConfigError(f"backend: megatron has only pooling last, and pooling is {pooling}. Write backend: fsdp.")

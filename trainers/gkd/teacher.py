@@ -28,6 +28,7 @@ from trainers.parts.models import resolve_dtype
 from trainers.parts.policy import Model
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.rollout.base import Engine
+from trainers.rollout.choice import vllm_share
 
 # Scores of a prompt are whole rows of the vocabulary, which vLLM does not count among the memory that it needs: this
 # many tokens of 150 000 entries are 1.2 GB a copy
@@ -130,7 +131,7 @@ def teacher_settings(config: GKDConfig, *, shares_devices: bool) -> dict[str, An
     """Fields of vLLM's EngineArgs."""
     assert config.gkd_logits_topk is not None, "checked by the configuration"
     settings: dict[str, Any] = {
-        "gpu_memory_utilization": 0.4 if shares_devices else 0.9,
+        "gpu_memory_utilization": vllm_share(shares_devices=shares_devices),
         "max_logprobs": config.gkd_logits_topk,
         "enable_prefix_caching": config.seq_kd,  # of what is scored nothing is ever taken from a cache
     }

@@ -51,7 +51,7 @@ class KTOConfig(ReferenceConfig):
     """Weight of the losses of undesirable completions."""
     kl_batch_size: int | None = None
     """Number of completions in a KL batch. In a batch, each prompt also gets the completion of another prompt. null:
-    all."""
+    all. 1: the completion of another prompt of the step, and each prompt has its own KL."""
 
     # Evaluation
     per_device_eval_batch_size: int = 8
@@ -59,8 +59,8 @@ class KTOConfig(ReferenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, 2, "max_length", "kl_batch_size")
-        at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size")
+        at_least(self, 2, "max_length")
+        at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size", "kl_batch_size")
         at_least(self, 0, "desirable_weight", "undesirable_weight")
         if not self.beta > 0:
             raise ConfigError(f"beta must be positive, got {self.beta}")

@@ -204,7 +204,8 @@ class KTOTrainer:
 
     def mismatched(self, rows: UnpairedPreferences) -> Sequences:
         """Prompts with the completions of other rows, cut."""
-        others = rows.mismatched(self.kl_group(rows))
+        group = self.kl_group(rows)
+        others = rows.mismatched(group if group > 1 else len(rows))
         return others.sequences(max_length=self.config.max_length, truncation_mode=self.config.truncation_mode)
 
     def kl_group(self, rows: UnpairedPreferences) -> int:

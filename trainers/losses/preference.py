@@ -143,6 +143,7 @@ def preference_loss(
     *,
     num_pairs: float,
     num_chosen_tokens: float | None = None,
+    nll_weights_B: torch.Tensor | None = None,
     loss_type: PreferenceLossType | Sequence[PreferenceLossType] = "sigmoid",
     loss_weights: Sequence[float] | None = None,
     beta: float = 0.1,
@@ -203,7 +204,7 @@ def preference_loss(
         if name == "sft":
             if num_chosen_tokens is None:
                 raise ValueError("sft is a mean over the chosen tokens of the optimizer step: pass num_chosen_tokens")
-            nll = -masked(chosen.logps_BT, chosen.mask_BT, "chosen.logps_BT").sum()
+            nll = _likelihood_loss(chosen.logps_BT, chosen.mask_BT, nll_weights_B)
             loss = loss + weight * nll / (num_chosen_tokens or 1.0)
             continue
         losses_B = pair_losses(
@@ -227,6 +228,7 @@ def cpo_loss(
     *,
     num_pairs: float,
     num_chosen_tokens: float,
+    nll_weights_B: torch.Tensor | None = None,
     loss_type: CPOLossType = "sigmoid",
     beta: float = 0.1,
     label_smoothing: float = 0.0,
@@ -249,14 +251,15 @@ def cpo_loss(
     =======  =======================================================================================
 
     A reward is beta c, or beta r. Departures from TRL: TRL's likelihood is a mean over the tokens of each micro-batch,
-    and it averages these means. Here exponents of ``alpha`` are capped at 20, without a gradient above it.
+    and it averages these means; ``nll_weights_B`` can do so. Here exponents of ``alpha`` are capped at 20, without a
+    gradient above it.
 
     Raises: ValueError for another loss type, or shapes that do not fit.
     """
     check_choice("loss_type", loss_type, CPOLossType)
     _check_sides(chosen, rejected)
     c_B, r_B = (_log_likelihood(side, name, loss_type in MEAN_LOSSES) for side, name in _named(chosen, rejected))
-    nll = -masked(chosen.logps_BT, chosen.mask_BT, "chosen.logps_BT").sum()
+    nll = _likelihood_loss(chosen.logps_BT, chosen.mask_BT, nll_weights_B)
     scores_B, other_scores_B = (_shaped(x, alpha) for x in (c_B, r_B))
     difference_B = scores_B - other_scores_B
     if loss_type == "hinge":
@@ -277,6 +280,7 @@ def orpo_loss(
     *,
     num_pairs: float,
     num_learned_tokens: float,
+    nll_weights_B: torch.Tensor | None = None,
     beta: float = 0.1,
 ) -> tuple[torch.Tensor, PreferenceDiagnostics]:
     """ORPO's loss of a micro-batch of pairs (arXiv 2403.07691, eqs. 6 and 7), and its diagnostics.
@@ -293,7 +297,7 @@ def orpo_loss(
     """
     _check_sides(chosen, rejected)
     c_B, r_B = (_log_likelihood(side, name, True) for side, name in _named(chosen, rejected))
-    nll = -masked(chosen.logps_BT, learned_BT, "chosen.logps_BT").sum()
+    nll = _likelihood_loss(chosen.logps_BT, learned_BT, nll_weights_B)
     log_odds_B = (c_B - r_B) - (_log1mexp(c_B) - _log1mexp(r_B))
     ratios_B = logsigmoid(log_odds_B)
     loss = nll / (num_learned_tokens or 1.0) - beta * ratios_B.sum() / (num_pairs or 1.0)
@@ -470,6 +474,12 @@ def _likelihood_diagnostics(
         nll=nll.detach(),
         num_nll_tokens=learned_BT.sum(),
     )
+
+
+def _likelihood_loss(logps_BT: torch.Tensor, learned_BT: torch.Tensor, weights_B: torch.Tensor | None) -> torch.Tensor:
+    """() the negative log-likelihood of the learned tokens, a sum in which each pair has its weight (None: 1)."""
+    nll_BT = -masked(logps_BT, learned_BT, "chosen.logps_BT")
+    return nll_BT.sum() if weights_B is None else (nll_BT.sum(1) * weights_B).sum()
 
 
 def _log_likelihood(side: Completions, name: str, is_mean: bool) -> torch.Tensor:

@@ -20,6 +20,7 @@ from trainers.data.rows import tokenize_prompts
 from trainers.parts.models import resolve_dtype
 from trainers.parts.weights import is_beside
 from trainers.rollout.base import Engine, Sampling
+from trainers.rollout.choice import vllm_share
 from trainers.rollout.hf.engine import HfEngine
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def vllm_settings(config: CompletionConfig, *, shares_devices: bool) -> dict[str
         length = config.max_prompt_length + config.max_completion_length
     share = config.vllm_gpu_memory_utilization
     settings = {
-        "gpu_memory_utilization": share or (0.4 if shares_devices else 0.9),
+        "gpu_memory_utilization": share or vllm_share(shares_devices=shares_devices),
         "max_model_len": length,
         "max_num_seqs": config.vllm_max_num_seqs,
         "enforce_eager": config.vllm_enforce_eager or None,

@@ -14,7 +14,7 @@ from trainers.backends.own_code import own_code_mistake
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
 from trainers.configuration.vision import vision_mistake, vision_settings
-from trainers.data.images.processor import is_vision
+from trainers.data.images.processor import is_one_piece, is_vision
 from trainers.parts.models import check_same_tokens, lora_settings
 from trainers.parts.tokenizer import load_tokenizer, new_tokens, tokenizer_there
 
@@ -271,6 +271,11 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
         raise ConfigError(f"{mistake}.")
     if not sees:
         return
+    if gives_values(config) and is_one_piece(found):
+        raise ConfigError(
+            f"model: {config.model!r} ({found.model_type}) has no linear head (reward models, classifiers, critics): "
+            "transformers has no class of the model without its own head. Take another vision model."
+        )
     if config.backend == "megatron":  # whose adapters are on the language model
         if found.model_type in SPEAKING and gives_values(config):
             raise ConfigError(

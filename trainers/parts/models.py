@@ -26,13 +26,28 @@ Dtype = Literal["float32", "bfloat16"]
 
 @RayHelper.function(group="driver", execute="first")
 def resolved_models(config: TrainConfig, policy: str, names: Iterable[str]) -> dict[str, str]:
-    """The folder or hub name of each named model. One that a plugin builds is built once; the policy is ``policy``."""
+    """The folder or hub name of each named model. One that a plugin builds is built once; the policy is ``policy``.
+
+    Raises ConfigError for a name that is neither a folder nor a model of the hub.
+    """
     found = {config.model: policy}
     for name in names:
         if name not in found:
             reuse = bool(config.resume_from_checkpoint)
             found[name] = resolve_model(name, output_dir=config.output_dir, seed=config.seed, reuse=reuse)
+            if not Path(found[name]).is_dir():
+                _check_on_hub(found[name], config.trust_remote_code)
     return found
+
+
+def _check_on_hub(model: str, trust_remote_code: bool) -> None:
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"no model could be loaded from {model!r}: {said} Give a folder or a hub name.") from error
 
 
 def check_same_tokens(

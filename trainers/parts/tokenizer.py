@@ -40,8 +40,9 @@ def load_tokenizer(config: RunConfig, model: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
+        said = " ".join(str(error).split()).removesuffix(".")
         raise ConfigError(
-            f"no tokenizer could be loaded from {name!r}: {error}. Give a folder or a hub name as model or tokenizer."
+            f"no tokenizer could be loaded from {name!r}: {said}. Give a folder or a hub name as model or tokenizer."
         ) from error
     if tokenizer.eos_token_id is None and not (
         getattr(config, "ENCODES", False) and tokenizer.pad_token_id is not None

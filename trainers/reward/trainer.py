@@ -26,7 +26,7 @@ from trainers.data.broken_rows import pair_mistake, without_broken
 from trainers.data.images.conversations import COLUMNS as PICTURES
 from trainers.data.images.processor import seen_too
 from trainers.data.packs import batches_of
-from trainers.data.preferences import Preferences, tokenize_comparisons
+from trainers.data.preferences import Preferences, tokenize_comparisons, with_prompt
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
 from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_rows
@@ -66,7 +66,7 @@ class RewardTrainer:
         config = self.config
         rows = read_rows(config, source, split, self.images)
         with mistakes_of("dataset"):
-            mistake = seen_too(pair_mistake, self.images)
+            mistake = seen_too(pair_mistake, self.images, with_prompt)
             columns = ("chosen", "rejected", "prompt", "margin", *(() if self.images is None else PICTURES))
             rows = without_broken(rows, mistake, *columns, skip=config.skip_broken_rows)
             return tokenize_comparisons(

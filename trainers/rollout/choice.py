@@ -55,6 +55,11 @@ def choose_engine(keys: Mapping[str, Any]) -> Choice:
     return Choice("vllm", wish)
 
 
+def vllm_share(*, shares_devices: bool) -> float:
+    """What ``vllm_gpu_memory_utilization: auto`` stands for: the rest is of what trains on the same GPU."""
+    return 0.4 if shares_devices else 0.9
+
+
 def _placed(keys: Mapping[str, Any]) -> tuple[DeviceGroup | None, bool]:
     """The group of role rollout, None for a process that has all roles; and whether the same workers train."""
     num_processes = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1

@@ -5,7 +5,7 @@
     roles: train, rollout on 8 GPU (policy); reward on 2 CPU
     steps: 934, of 64 sequences and at most 65,536 tokens each
     rollout_engine: hf  # auto: the workers that train also generate
-    chosen by the run: token_budget: auto, gradient_checkpointing: auto (...)
+    chosen in the first step: token_budget, gradient_checkpointing (...)
     translated: learning_rate from lr, dtype from bf16
 
 What is true of one kind of trainer alone is no line here; a line that has nothing to say is left out.
@@ -24,13 +24,16 @@ from safetensors import SafetensorError, safe_open
 
 from rayhelper import DeviceGroups
 from rayhelper.planning.model_shape import ModelShape
+from trainers.backends.device import default_device
 from trainers.checkpoint import GROWN, checkpoints
+from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.reading.command_line import read_from
 from trainers.configuration.reading.folders import names_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 from trainers.configuration.tuners import shown_tuner, trained_parts
 from trainers.configuration.vision import vision_settings
 from trainers.data.broken_rows import counted_of
+from trainers.rollout.choice import vllm_share
 from trainers.run.going_on import builds_model
 
 PARTS_OF_VISION = {"vit": "the vision tower", "aligner": "the aligner", "llm": "the language model"}
@@ -165,14 +168,41 @@ def _steps(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Ite
 
 
 def _chosen(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
-    keys = [f"{key}: auto" for key in ("token_budget", "gradient_checkpointing") if getattr(config, key) == "auto"]
-    if keys:
-        yield f"chosen by the run: {', '.join(keys)} (only on a GPU; the log then has the values)"
+    """Keys that are auto: what they stand for on a CPU, as YAML that fixes it. A GPU measures it later."""
+    keys = [key for key in ("token_budget", "gradient_checkpointing") if getattr(config, key) == "auto"]
+    if keys and not _trains_on_cpu(config):
+        yield f"chosen in the first step: {', '.join(keys)} (the log then has the values)"
+        return
+    if "token_budget" in keys:
+        yield f"per_device_train_batch_size: {config.per_device_train_batch_size}  # auto: nothing is measured on a CPU"
+    if "gradient_checkpointing" in keys:
+        yield "gradient_checkpointing: false  # auto: on a CPU"
+
+
+def _trains_on_cpu(config: TrainConfig) -> bool:
+    if config.device_groups is None or not (config.use_ray or "TORCHELASTIC_RUN_ID" in os.environ):
+        return default_device().type == "cpu"
+    groups = DeviceGroups.parse(config.device_groups).groups
+    training = [group for group in groups if {"train", "default"} & {role.rpartition(":")[2] for role in group.roles}]
+    return all(group.device == "CPU" for group in training or groups)
 
 
 def _engine(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
     _, chosen = _as_read(config)
     yield from (f"{key}: {getattr(config, key)}  # auto: {reason}" for key, reason in chosen.items())
+
+
+def _engine_memory(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
+    if not isinstance(config, CompletionConfig) or config.rollout_engine != "vllm":
+        return
+    if config.vllm_gpu_memory_utilization is not None or "gpu_memory_utilization" in config.vllm_engine_kwargs:
+        return
+    groups = None if config.device_groups is None else DeviceGroups.parse(config.device_groups)
+    on_cpu = default_device().type == "cpu" if groups is None else groups.group_of("rollout").device == "CPU"
+    if not on_cpu:
+        shares = groups is None or groups.share_devices("rollout", "train")
+        reason = "the policy is trained on the same GPU" if shares else "the engine has GPUs of its own"
+        yield f"vllm_gpu_memory_utilization: {vllm_share(shares_devices=shares)}  # auto: {reason}"
 
 
 def _translated(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
@@ -191,5 +221,5 @@ def _as_read(config: TrainConfig) -> tuple[Mapping[str, str], Mapping[str, str]]
 
 
 PARTS: tuple[Callable[[Any, int, Mapping[str, Any]], Iterator[str]], ...] = (
-    *(_model, _rows, _roles, _steps, _engine, _chosen, _translated),
+    *(_model, _rows, _roles, _steps, _engine, _engine_memory, _chosen, _translated),
 )

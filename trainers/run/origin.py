@@ -158,12 +158,17 @@ def _gpus() -> list[str]:
 
 def _commits() -> dict[str, str]:
     """The commits of the current folder and of this package, where git knows them; ``-dirty``: files were changed."""
-    found = {}
+    found: dict[str, str] = {}
+    of_repository: dict[Path, str] = {}  # git reads the state of every file: once, where both folders lie in one
     for what, folder in (("the folder of the run", Path.cwd()), ("rayhelper", Path(rayhelper.__file__).parents[1])):
-        if any((above / ".git").exists() for above in (folder, *folder.parents)):
-            ask = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
-            if commit := _told(ask).strip():
-                found[what] = commit
+        root = next((above for above in (folder, *folder.parents) if (above / ".git").exists()), None)
+        if root is None:
+            continue
+        if root not in of_repository:
+            ask = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
+            of_repository[root] = _told(ask).strip()
+        if commit := of_repository[root]:
+            found[what] = commit
     return found
 
 

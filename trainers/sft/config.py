@@ -114,5 +114,8 @@ class PretrainConfig(SFTConfig):
     NAMES: ClassVar = ("pretrain", "pt")
 
     output_dir: str = "outputs/pretrain"
+    use_chat_template: bool = True
+    """false: the text of a conversation is learned unchanged, without the chat template. A conversation then has one
+    turn of the assistant, or one of the user and one of the assistant."""
     packing: bool = True
     packing_strategy: PackingStrategy = "wrapped"

@@ -28,12 +28,13 @@ from trainers.data.loss_scale import parsed
 from trainers.data.packs import batches_of
 from trainers.data.rows import pack, tokenize_sft
 from trainers.data.streaming import RowStream, StreamedSequences
+from trainers.data.texts.plain import without_template
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
 from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_rows
 from trainers.parts.policy import Policy
 from trainers.run.run import Run, saved_order
-from trainers.sft.config import SFTConfig
+from trainers.sft.config import PretrainConfig, SFTConfig
 from trainers.sft.loss import supervised_loss
 
 HEADLINE = ("loss", "mean_token_accuracy", "learning_rate")
@@ -77,6 +78,8 @@ class SFTTrainer:
             is_broken = seen_too(partial(supervised_mistake, text_field=field), self.images)
             columns = ("prompt", "completion", "messages", field, *COLUMNS)
             rows = without_broken(rows, is_broken, *columns, skip=config.skip_broken_rows)
+            if isinstance(config, PretrainConfig) and not config.use_chat_template:
+                rows = without_template(rows, field)
             scale = parsed(config.loss_scale)
             sequences = tokenize_sft(
                 rows,

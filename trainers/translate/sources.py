@@ -11,6 +11,7 @@ from typing import Any
 
 from rayhelper import ConfigError
 from rayhelper.text import nearest, parse_text, read_yaml
+from trainers.translate.conditions import evaluated
 from trainers.translate.shell import commands, unknown_in
 
 SYSTEMS = ("verl", "siirl", "roll", "trl", "ms-swift")
@@ -25,6 +26,10 @@ FOLDERS = ("trainer.default_local_dir", "trainer.default_hdfs_dir")
 SECTIONS = {"actor_rollout_ref": "verl", "actor_train": "roll", "actor_infer": "roll"}
 OF_SWIFT = ("rlhf_type", "tuner_type", "train_type", "val_dataset", "micro_batch_size", "split_dataset_ratio")
 OF_TRL = ("dataset_name", "datasets", "model_name_or_path", "dataset_train_split", "use_peft")
+
+
+class UnsetError(ConfigError):
+    """A command has values that are known only while its script runs."""
 
 
 @dataclass
@@ -54,7 +59,13 @@ def read(arguments: Sequence[str], system: str | None) -> Source:
     text = path.read_text(encoding="utf-8")
     if path.suffix in (".yaml", ".yml", ".json"):
         return _of_yaml(path, text, system)
-    return _of_command(commands(text, os.environ), str(path), system)
+    try:
+        return _of_command(commands(text, os.environ), str(path), system)
+    except UnsetError:
+        ran = evaluated(text, os.environ)
+        if not ran:
+            raise
+        return _of_command(ran, str(path), system)
 
 
 def _quoted(words: Sequence[str]) -> str:
@@ -116,7 +127,7 @@ def _checked(words: list[str], name: str) -> list[str]:
             else "Set variables in the environment of this command. In a copy, replace each $(command) by its value"
         )
         found = "\n  - ".join(told)
-        raise ConfigError(f"{name} uses values that are known only while it runs. {advice}:\n  - {found}")
+        raise UnsetError(f"{name} uses values that are known only while it runs. {advice}:\n  - {found}")
     return words
 
 

@@ -17,6 +17,22 @@ class Theirs:
     values: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
+    written: dict[str, str] = field(default_factory=dict)  # by the name that is taken, the one that stands there
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Takes keys whose names begin so under other names: those that an earlier release had."""
+        for name in list(self.values):
+            beginning = next((one for one in names if name == one or name.startswith(f"{one}.")), None)
+            if beginning is not None:
+                known = names[beginning] + name.removeprefix(beginning)
+                self.written[known] = name
+        self.values = {**self.values, **{known: self.values[name] for known, name in self.written.items()}}
+        self.taken |= set(self.written.values())
+
+    def put(self, name: str, value: Any, written: str) -> None:
+        """A key that follows from another one."""
+        self.values = {**self.values, name: value}
+        self.written[name] = written
 
     def __contains__(self, name: str) -> bool:
         return name in self.values
@@ -58,7 +74,8 @@ class Ours:
     def say(self, key: str, value: Any, theirs: Theirs, *names: str, note: str = "") -> None:
         """``key: value``, which came from the keys ``names``: as they were written, or by default."""
         written = [name for name in names if name in theirs]
-        told = f"from {' x '.join(names)}" if written else f"{theirs.system}'s default of {' x '.join(names)}"
+        shown = [theirs.written.get(name, name) for name in names]
+        told = f"from {' x '.join(shown)}" if written else f"{theirs.system}'s default of {' x '.join(names)}"
         told = told if names else note
         self.lines.append(Line(key, value, f"{told}; {note}" if note and names else told))
 
@@ -70,7 +87,7 @@ class Ours:
         """Notes that keys, where they were written, have no equivalent."""
         for name in names:
             if name in theirs:
-                self.without[name] = reason
+                self.without[theirs.written.get(name, name)] = reason
             theirs.taken.add(name)
 
     def refuse(self, name: str, why: str) -> None:

@@ -119,7 +119,14 @@ def _grpo(begin: Begin) -> dict[str, Any]:
 
 def _ppo(begin: Begin) -> dict[str, Any]:
     """A batch of completions is learned in four optimizer steps, PPO's default; its checkpoints are between batches."""
-    return {**_rewarded(begin), "num_ppo_epochs": PPO_EPOCHS, "max_steps": PPO_EPOCHS * begin.sizes.steps}
+    sizes = begin.sizes
+    each = PPO_EPOCHS * max(1, sizes.steps // sizes.points)
+    return {
+        **_rewarded(begin),
+        "num_ppo_epochs": PPO_EPOCHS,
+        "max_steps": PPO_EPOCHS * sizes.steps,
+        "save_steps": each,
+    }
 
 
 def _dpo(begin: Begin) -> dict[str, Any]:

@@ -258,7 +258,8 @@ class SpmdPlacement:
         layout = layout_of(method, self.runtime.shards[group.name], str(self.identity.address))
         args, kwargs = values_of(args, kwargs)
         check_hosts((args, kwargs), group.name)
-        division = divide(method, layout.num_shards, args, kwargs, where_of(title, group.name))
+        where = where_of(title, group.name)
+        division = divide(method, layout.num_shards, args, kwargs, where, is_copied=False)
         members = self.runtime.members[group.name][: len(layout.shard_of)]
         call = DividedCall(method, group, self.identity, division, layout, members, self.runtime.recording)
         call.given, call.contents = _given(method, args, kwargs), self._contents(method, args, kwargs)

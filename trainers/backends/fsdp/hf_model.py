@@ -24,6 +24,7 @@ from trainers.backends.fsdp.sharding import as_placed
 from trainers.backends.fsdp.tuners.adapters import own_weights, trained_names
 from trainers.backends.fsdp.tuners.quantized import compute_alike, loading_arguments, quantized_layers, written_whole
 from trainers.backends.fsdp.vision.classifier import classifier_class
+from trainers.backends.fsdp.vision.headless import attach_headless
 from trainers.backends.fsdp.vision.thinker import language_class
 from trainers.data.images.processor import is_vision
 
@@ -62,22 +63,18 @@ def build_model(
     if head == "value":
         # of a vision model it is a field of the part that reads text: there its ``forward`` looks for the last token
         pad_token_id = settings.pop("pad_token_id", None) if is_vision(configuration) else None
-        with _without_report():
-            built, found = classifier_class(configuration).from_pretrained(
-                model, num_labels=num_labels, output_loading_info=True, **settings
-            )
-        if drawn := set(found["missing_keys"]) - HEADS:
-            logger.warning("%s: its files lack %s, which are drawn at random", model, ", ".join(sorted(drawn)[:3]))
+        built, missing = _without_report(classifier_class(configuration), model, num_labels=num_labels, **settings)
         if pad_token_id is not None:
             built.config.get_text_config().pad_token_id = pad_token_id
-        if HEADS & set(found["missing_keys"]):
+        if HEADS & missing:
             head_KH = built.score.weight.data
             std = built.config.get_text_config().initializer_range
             head_KH.copy_(value_head(head_KH.shape[1], std, seed, num_labels))
     elif head == "embedding":
-        built = AutoModel.from_pretrained(model, **settings)
+        built, _ = _without_report(AutoModel, model, **settings)
     else:
         built = language_class(configuration).from_pretrained(model, **settings)
+        attach_headless(built)
     if quantization:  # it is on its device, and cannot be moved
         compute_alike(built)
     else:
@@ -87,8 +84,18 @@ def build_model(
     return built
 
 
+def _without_report(kind: Any, model: str | Path, **settings: Any) -> tuple[Any, set[str]]:
+    """A model whose head a checkpoint may lack, or have in its place; and the names of the weights that it lacks."""
+    with _silent():
+        built, found = kind.from_pretrained(model, output_loading_info=True, **settings)
+    missing = set(found["missing_keys"])
+    if drawn := missing - HEADS:
+        logger.warning("%s: its files lack %s, which are drawn at random", model, ", ".join(sorted(drawn)[:3]))
+    return built, missing
+
+
 @contextlib.contextmanager
-def _without_report() -> Iterator[None]:
+def _silent() -> Iterator[None]:
     """Inside, transformers prints no table of the weights that a checkpoint lacks or has beside: they are expected."""
     from transformers.utils import logging as verbosity
 
@@ -289,7 +296,7 @@ def _converted(
     Only transformers' own loading knows how, so a second model is built on the CPU for the moment.
     """
     weights = {name: weight.to("cpu", copy=True) for name, weight in named_weights}
-    with _without_report() if part else contextlib.nullcontext():
+    with _silent() if part else contextlib.nullcontext():
         loaded, report = type(module).from_pretrained(
             None, config=module.config, state_dict=weights, dtype=module.dtype, output_loading_info=True
         )

@@ -87,6 +87,16 @@ def mean_as_there(given: GivenKeys, config_type: type, defaults: Mapping[str, An
     is_distillation = {"gkd_logits_topk", "max_prompt_length", "max_length"} <= set(given.known)
     if is_distillation and given.get("max_length") is not None and "max_prompt_length" not in given.values:
         given.put("max_prompt_length", given.get("max_length"), "max_length")
+    if is_distillation and _has_micro_batches(given, defaults):
+        given.notes["per_device_train_batch_size"] = (
+            "the loss is a mean over all tokens of a step; in ms-swift it is one per micro-batch, and then over these"
+        )
+
+
+def _has_micro_batches(given: GivenKeys, defaults: Mapping[str, Any]) -> bool:
+    """Whether a step has several micro-batches, of one worker or of several."""
+    steps = given.get("gradient_accumulation_steps", defaults.get("gradient_accumulation_steps"))
+    return steps != 1 or given.get("use_ray") is True or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _clipping(given: GivenKeys, defaults: Mapping[str, Any]) -> None:

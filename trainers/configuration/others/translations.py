@@ -85,6 +85,7 @@ def translate(
     translate_tuner(given, defaults)
     _sharding(given)
     _micro_batches(given)
+    _engine_memory(given)
     _recomputation(given)
     _megatron(given, defaults)
     _evaluation(given, defaults)
@@ -240,6 +241,13 @@ def _micro_batches(given: GivenKeys) -> None:
     if name in given.known and given.get(name) == "auto":
         given.put("token_budget", "auto", name)
         del given.values[name]
+
+
+def _engine_memory(given: GivenKeys) -> None:
+    """``vllm_gpu_memory_utilization: auto``: null, by which the placement decides."""
+    name = "vllm_gpu_memory_utilization"
+    if name in given.known and given.get(name) == "auto":
+        given.values[name] = None
 
 
 def _recomputation(given: GivenKeys) -> None:

@@ -36,7 +36,7 @@ MARK = MARKS["image"]
 RARE_SIDE, RARE_RATIO = 32, 20  # pixels; long to short side
 TYPES: dict[str, Kind] = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}  # of parts
 A: dict[Kind, str] = {"image": "an image", "video": "a video"}
-IN_PARTS = ("system", "user", "assistant")  # roles whose contents become lists of parts
+IN_PARTS = ("system", "user", "assistant")  # roles whose contents always become lists of parts
 
 
 def placed(
@@ -78,13 +78,16 @@ def placed(
             first[place]["content"] = MARKS[kind] * missing + (first[place].get("content") or "")
         elif missing:
             raise ValueError(f"the row has {count} {kind}s and {count - missing} places for them")
-    for name in ("chosen", "rejected"):
+    for name in ANSWERS:
         for kind in {kind for message in turns.get(name, ()) for kind in kinds_in(message, marks=kinds)}:
-            raise ValueError(f"{name} has {A[kind]}: only the prompt of a pair may have {kind}s")
+            further = ". Write messages, of which every turn may have some" if name == "completion" else ""
+            raise ValueError(f"{name} has {A[kind]}: only the prompt may have {kind}s{further}")
     rest, found = {kind: iter(column) for kind, column in columns.items()}, []
     for name in spoken:
         for message in turns[name]:
-            if message.get("role") in IN_PARTS and message.get("content") is not None:
+            if message.get("content") is None:
+                continue
+            if message.get("role") in IN_PARTS or kinds_in(message, marks=kinds):
                 parts = as_parts(message["content"], marks=kinds)
                 message["content"], own = _with_places(parts, rest, max_pixels=max_pixels, urls=urls)
                 found += own
@@ -143,27 +146,34 @@ def is_rare(image: Any) -> bool:
     return bool(short < RARE_SIDE or long > RARE_RATIO * short)
 
 
-def has_pictures(rows: Dataset) -> bool:
-    """Whether a column of a table can hold pictures: ``images``, or messages in parts."""
-    return bool(set(COLUMNS) & set(rows.column_names)) or any(
+def has_pictures(rows: Dataset, columns: Mapping[str, str] | None = None) -> bool:
+    """Whether a column of a table can hold pictures: ``images``, or messages in parts.
+
+    ``columns``: what columns will be called, from the table's name to ours.
+    """
+    return bool(_called(COLUMNS, rows, columns)) or any(
         any(kind in str(rows.features[name]) for kind in (*MARKS, "Json"))
-        for name in CONVERSATIONS
-        if name in rows.column_names
+        for name in _called(CONVERSATIONS, rows, columns)
     )
 
 
-def with_folder(rows: Dataset, folder: Path) -> Dataset:
+def _called(names: Sequence[str], rows: Dataset, columns: Mapping[str, str] | None) -> list[str]:
+    """The columns of a table that have one of the names, or will have it."""
+    return [name for name in rows.column_names if (columns or {}).get(name, name) in names]
+
+
+def with_folder(rows: Dataset, folder: Path, columns: Mapping[str, str] | None = None) -> Dataset:
     """The rows of a file in ``folder``; relative paths of pictures and videos start there, and are absolute ones.
 
-    One that is no file there, but in the current folder, stays as it is.
+    One that is no file there, but in the current folder, stays as it is. ``columns``: as of ``has_pictures``.
     """
-    present = [name for name in (*COLUMNS, *CONVERSATIONS) if name in rows.column_names]
-    if not present or not has_pictures(rows):
+    media, spoken = (_called(names, rows, columns) for names in (COLUMNS, CONVERSATIONS))
+    if not has_pictures(rows, columns):
         return rows
 
     def moved(row: dict[str, Any]) -> dict[str, Any]:
-        columns = {name: _moved(row[name], folder) for name in COLUMNS if name in present}
-        return columns | {name: _moved_turns(row[name], folder) for name in CONVERSATIONS if name in present}
+        made = {name: _moved(row[name], folder) for name in media}
+        return made | {name: _moved_turns(row[name], folder) for name in spoken}
 
     return rows.map(moved, features=rows.features, desc="Looking for pictures")
 
@@ -185,6 +195,36 @@ def encoded(rows: Dataset) -> Dataset:
         elif isinstance(getattr(getattr(feature, "feature", None), "feature", None), kind):
             rows = rows.cast_column(name, datasets.List(datasets.List(kind(decode=False))))
     return rows
+
+
+def of_one_type(tables: Sequence[Dataset]) -> list[Dataset]:
+    """The tables with columns of pictures in one type, so that they can be joined; equal ones stay as they are."""
+    import datasets
+
+    tables = list(tables)
+    empty = datasets.Value("null"), datasets.List(datasets.Value("null"))
+    kind = datasets.List({"bytes": datasets.Value("binary"), "path": datasets.Value("string")})
+    for name in OF_KINDS["image"]:
+        found = [table.features[name] for table in tables if name in table.column_names]
+        found = [feature for feature in found if feature not in empty]
+        if all(feature == found[0] for feature in found):
+            continue
+        for number, table in enumerate(tables):
+            if name in table.column_names:
+                features = datasets.Features({**table.features, name: kind})
+                tables[number] = encoded(table).map(_as_files, fn_kwargs={"name": name}, features=features)
+    return tables
+
+
+def _as_files(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if row[name] is None:
+        return {name: None}
+    found = []
+    for one in row[name] if isinstance(row[name], list) else [row[name]]:
+        own = _own({"type": "image", **one}) if isinstance(one, Mapping) else one
+        file = one.get("bytes") if isinstance(one, Mapping) else own if isinstance(own, bytes) else None
+        found.append({"bytes": file, "path": own if file is None else None})
+    return {name: found}
 
 
 def num_places(message: Mapping[str, Any], kinds: Sequence[Kind] = tuple(MARKS)) -> int:

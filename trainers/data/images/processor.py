@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,8 +35,13 @@ from trainers.data.images.videos import Video
 VIDEOS, SOUNDS = "video_processor", "feature_extractor"
 # Of models that also hear; without sounds the other makes the same of texts and pictures
 IN_PLACE = {"Qwen2_5OmniProcessor": "Qwen2_5_VLProcessor", "Qwen3OmniMoeProcessor": "Qwen2_5_VLProcessor"}
+DEMOTING = ("Gemma4Processor",)  # whose making takes from its tokenizer that other tokens are special
+ASKING = ("MiniCPMV4_6Processor",)  # which ask their part for videos what that for images says too
+SOUND_TOKENS = ("audio_token", "audio_bos_token", "boa_token", "eoa_token")  # attributes of tokenizers
 MOST_KNOWN = 256  # texts with pictures whose tokens are remembered
 Expanded = tuple[str, list[dict[str, Any]]]
+# Arguments of which the tower needs one value; of ``size`` only height and width, which all pictures then have
+OF_TOWER = ("patch_size", "merge_size", "temporal_patch_size", "max_image_size", "crop_size", "size")
 
 
 def seeing_part(configuration: Any) -> Any:
@@ -56,6 +62,14 @@ def is_vision(configuration: Any) -> bool:
 def is_speaking(configuration: Any) -> bool:
     """Whether a model of this configuration also speaks, and has a thinker that sees."""
     return seeing_part(configuration) is not configuration and is_vision(configuration)
+
+
+def is_one_piece(configuration: Any) -> bool:
+    """Whether transformers has no class of a vision model without its head (Llama 4)."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING
+
+    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(configuration), None)
+    return kind is not None and MODEL_MAPPING.get(type(configuration), None) is kind
 
 
 def load_processor(
@@ -82,26 +96,37 @@ def load_processor(
     kind, fields, hears = _kind_of(model, trust_remote_code)
     if kind is None or "image_processor" not in kind.get_attributes():
         raise ValueError(f"transformers has no processor of images for the model {model!r}")
+    if tokenizer is not None and kind.__name__ in DEMOTING:
+        tokenizer = deepcopy(tokenizer)
     parts = {
         "image_processor": lambda: AutoImageProcessor.from_pretrained(model, **options, **(processing or {})),
         "tokenizer": lambda: AutoTokenizer.from_pretrained(model, **options) if tokenizer is None else tokenizer,
         VIDEOS: lambda: None if videos is None else AutoVideoProcessor.from_pretrained(model, **options, **videos),
+        SOUNDS: lambda: None,
     }
     if unknown := [name for name in kind.get_attributes() if name not in parts]:
         raise ValueError(f"the processor of {model!r} has {', '.join(unknown)}; only images and text are supported")
     try:
-        given: list[Any] = [parts[name]() for name in kind.get_attributes()]  # type: ignore[no-untyped-call]
+        made = {name: parts[name]() for name in kind.get_attributes()}  # type: ignore[no-untyped-call]
     except OSError as error:
         raise ValueError(f"the model {model!r} has no files of an image processor: {error}") from None
     try:
-        processor = _still(kind).from_args_and_dict(given, fields)
-    except AttributeError as error:  # MiniCPM-V's asks its part for videos, and puts pictures of rows into one tensor
+        if kind.__name__ in ASKING and made[VIDEOS] is None:
+            made[VIDEOS] = made["image_processor"]  # which nobody gives a video
+        processor = _still(kind).from_args_and_dict([*made.values()], fields)
+    except AttributeError as error:
         raise ValueError(f"{kind.__name__} of {model!r} cannot be without a part for videos: {error}") from None
-    _check_taken("image_processor_kwargs", processing, processor.image_processor, model)
-    _check_taken("video_processor_kwargs", videos, getattr(processor, VIDEOS, None), model)
+    given_to: list[tuple[str, Any, Any, Any]] = [
+        ("image_processor_kwargs", processing, processor.image_processor, AutoImageProcessor),
+        ("video_processor_kwargs", videos, getattr(processor, VIDEOS, None), AutoVideoProcessor),
+    ]
+    for key, arguments, part, of_model in given_to:
+        _check_taken(key, arguments, part, model)
+        if set(OF_TOWER) & set(arguments or {}):
+            _check_fits(key, arguments or {}, of_model.from_pretrained(model, **options), model)
     processor.seen_token_ids = _seen_token_ids(processor)
     if hears:  # texts may hold none of the tokens of sounds either
-        marks = (getattr(processor.tokenizer, name, None) for name in ("audio_token", "audio_bos_token"))
+        marks = (getattr(processor.tokenizer, name, None) for name in SOUND_TOKENS)
         processor.sound_tokens = [mark for mark in marks if mark]
     if not getattr(processor, "image_token", None):
         raise ValueError(f"{kind.__name__} has no token for a picture in a text")
@@ -113,7 +138,9 @@ def video_refusal(model: str, *, trust_remote_code: bool = False) -> str | None:
     kind, _, hears = _kind_of(model, trust_remote_code)
     if kind is None or VIDEOS not in kind.get_attributes():
         named = getattr(kind, "__name__", "the processor")
-        return f"{named} of {model!r} has no part for videos. Use a model with videos, such as Qwen2.5-VL"
+        return f"{named} of {model!r} has no part for videos. Take a model with videos, such as Qwen2.5-VL"
+    if kind.__name__ in ASKING:
+        return f"the videos of {model!r} are not shown here. Take a model such as Qwen2.5-VL"
     if hears:
         return f"videos of {model!r} are not supported, as it is also an audio model. Use a model such as Qwen2.5-VL"
     if find_spec("torchvision") is None:
@@ -152,7 +179,9 @@ def has_videos(pictures: Sequence[Medium]) -> bool:
 def _seen_token_ids(processor: Any) -> list[int]:
     """The ids of all tokens that stand for parts of pictures or videos."""
     video = processor.video_token_ids if getattr(processor, "video_token", None) else []
-    return sorted({int(token) for token in (*processor.image_token_ids, *video) if token is not None})
+    patch = getattr(processor, "img_patch_token", None)  # of Llama 4, whose image token stands in front of them
+    patches = [] if patch is None else [processor.tokenizer.convert_tokens_to_ids(patch)]
+    return sorted({int(token) for token in (*processor.image_token_ids, *video, *patches) if token is not None})
 
 
 def _check_taken(key: str, given: Mapping[str, Any] | None, part: Any, model: str) -> None:
@@ -162,15 +191,41 @@ def _check_taken(key: str, given: Mapping[str, Any] | None, part: Any, model: st
         raise ValueError(f"{key}: {', '.join(odd)} is not an argument of {model!r} (known: {known})")
 
 
+def _check_fits(key: str, given: Mapping[str, Any], own: Any, model: str) -> None:
+    """Raises ValueError for an argument that cuts pictures otherwise than the vision tower was built for."""
+    for name in OF_TOWER:
+        wanted = getattr(own, name, None)
+        sizes = _sides(wanted)
+        if name not in given or sizes is None or (name == "size" and "height" not in sizes):
+            continue
+        value = given[name]
+        if isinstance(value, int) and isinstance(sizes, dict) and set(sizes) == {"height", "width"}:
+            value = {"height": value, "width": value}
+        if value != sizes:
+            raise ValueError(f"{key}: {name} is {value}, and the vision tower of {model!r} needs {sizes}. Remove it")
+
+
+def _sides(size: Any) -> Any:
+    """A size as a number, or as a dictionary of the sides that it has."""
+    is_number = size is None or isinstance(size, int)
+    return size if is_number else {side: length for side, length in dict(size).items() if length is not None}
+
+
 def _kind_of(model: str, trust_remote_code: bool) -> tuple[Any, dict[str, Any], bool]:
     """The class of the processor, what its file says, and whether it is of a model that also hears."""
     from transformers import AutoConfig
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    kind: Any = PROCESSOR_MAPPING.get(type(config), None)
-    fields, _ = _fields(kind, model) if kind is not None else ({}, None)
-    kind = _named(fields.get("processor_class")) or kind
+    try:
+        kind: Any = PROCESSOR_MAPPING.get(type(config), None)
+        fields, _ = _fields(kind, model) if kind is not None else ({}, None)
+        kind = _named(fields.get("processor_class")) or kind
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the processor of {model!r} ({config.model_type}) cannot be imported: {error} It needs torchvision. Run "
+            "pip install torchvision (the version for your torch)."
+        ) from error
     hears = SOUNDS in kind.get_attributes() if kind is not None else False
     return _named(IN_PLACE.get(getattr(kind, "__name__", ""))) or kind, fields, hears
 
@@ -190,12 +245,12 @@ def _named(name: str | None) -> Any:
 
 
 def _still(kind: Any) -> Any:
-    """The class of a processor that need not have a part for videos."""
+    """The class of a processor that need not have a part for videos, nor one for sounds."""
 
     class Still(kind):  # type: ignore[misc]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            if argument_name == VIDEOS and argument is None:
-                return type(None)
+            if argument_name in (VIDEOS, SOUNDS) and (argument is None or kind.__name__ in ASKING):
+                return type(argument)
             return super().check_argument_for_proper_class(argument_name, argument)
 
     Still.__name__ = kind.__name__
@@ -323,7 +378,14 @@ class ImageReader:
 
     def num_image_tokens(self, ids: Sequence[int]) -> int:
         """How many of the ids stand for parts of pictures and videos."""
-        return int(np.isin(np.asarray(ids, np.int64), self.processor.seen_token_ids).sum())
+        return int(self._are_seen(ids).sum())
+
+    def unlearned(self, ids: Sequence[int], weights: Sequence[float]) -> list[float]:
+        """The weights with 0 for tokens that stand for parts of pictures and videos."""
+        return [0.0 if seen else weight for weight, seen in zip(weights, self._are_seen(ids), strict=True)]
+
+    def _are_seen(self, ids: Sequence[int]) -> np.ndarray:
+        return np.isin(np.asarray(ids, np.int64), self.processor.seen_token_ids)
 
     def check_cut(self, ids: Sequence[int], kept: Sequence[int], limit: str) -> None:
         """Raises ValueError if ``kept`` lacks tokens of pictures that ``ids`` has; ``limit`` says what cut them off."""
@@ -364,11 +426,23 @@ class Processors:
         return self._loaded[seen]
 
 
-def seen_too(mistake_of: Callable[..., Any], images: ImageReader | None) -> Callable[[Mapping[str, Any]], Any]:
-    """``mistake_of`` (``broken_rows.py``) for rows whose pictures the model sees: what is wrong with them too."""
+def seen_too(
+    mistake_of: Callable[..., Any],
+    images: ImageReader | None,
+    read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda row: row,
+) -> Callable[[Mapping[str, Any]], Any]:
+    """``mistake_of`` (``broken_rows.py``) for rows whose pictures the model sees: what is wrong with them too.
+
+    ``read``: the row as it is seen.
+    """
     if images is None:
         return mistake_of
-    return lambda row: mistake_of(row, seen=tuple(TYPES)) or images.mistake(row)
+
+    def mistake(row: Mapping[str, Any]) -> Any:
+        row = read(row)
+        return mistake_of(row, seen=tuple(TYPES)) or images.mistake(row)
+
+    return mistake
 
 
 class SeeingTokenizer:

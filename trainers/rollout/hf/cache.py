@@ -1,13 +1,16 @@
 """Keys and values of the sequences in slots: one row of fixed length per slot, as a cache of transformers.
 
-A forward pass either reads one token of each of the first slots (``decoding``), or beginnings of prompts that are
-written into rows (``filling``). ``probing`` learns what a layer keeps per token, before there are rows.
+A forward pass reads one token of each of the first slots (``decoding``), or beginnings of prompts that are written into
+rows (``filling``), or what comes behind the beginnings that rows have (``extending``). ``probing`` learns what a layer
+keeps per token, before there are rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
@@ -26,11 +29,11 @@ def foreign_layers(config: Any) -> list[str]:
 class View:
     """What the forward pass that is next reads and writes; all layers share it."""
 
-    mode: Literal["probing", "filling", "decoding"] = "probing"
-    positions: torch.Tensor  # decoding: (B,), where each row's token stands
-    rows: torch.Tensor  # decoding: (B,), 0 to B - 1; filling: (N,), the slots to write
+    mode: Literal["probing", "filling", "extending", "decoding"] = "probing"
+    positions: torch.Tensor  # decoding, extending: (B,), where each row's first new token stands
+    rows: torch.Tensor  # decoding: (B,), 0 to B - 1; filling: (N,), the slots to write; extending: (B,)
     sources: torch.Tensor  # filling: (N,), for each slot the row of the batch
-    length: int  # decoding: what is read of a row
+    length: int  # decoding, extending: what is read of a row
     places: dict[tuple[int, int], torch.Tensor]  # decoding: where tokens are written, by heads and length of rows
 
     def places_of(self, num_heads: int, length: int) -> torch.Tensor:
@@ -75,6 +78,8 @@ class SlotLayer(CacheLayerMixin):
                 written = kept[:, :, : new.shape[2]]
                 written.index_copy_(0, view.rows, new.to(kept.dtype).index_select(0, view.sources))
             return key_states, value_states
+        if view.mode == "extending":
+            return self._extended(self.keys, key_states), self._extended(self.values, value_states)
         if has_kernels(self.device):
             from trainers.rollout.hf.decoding_kernels import write
 
@@ -87,13 +92,21 @@ class SlotLayer(CacheLayerMixin):
         width = len(view.rows)
         return self.keys[:width, :, : view.length], self.values[:width, :, : view.length]
 
+    def _extended(self, kept: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """The rows with what is new. Padding goes behind it, where decoding writes before it reads."""
+        view = self.view
+        counted = torch.arange(new.shape[2], device=new.device)
+        places_BT = (view.positions[:, None] + counted).clamp(max=kept.shape[2] - 1)
+        kept[view.rows[:, None], :, places_BT] = new.to(kept.dtype).transpose(1, 2)
+        return kept.index_select(0, view.rows)[:, :, : view.length]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many keys ``update`` gives, and the position of the first."""
-        return self.view.length if self.view.mode == "decoding" else query_length, 0
+        return self.view.length if self.view.mode in ("decoding", "extending") else query_length, 0
 
     def get_seq_length(self) -> Any:
-        """Where the first query stands; in decoding (B,), one position per row."""
-        return self.view.positions if self.view.mode == "decoding" else 0
+        """Where the first query stands; in decoding and extending (B,), one position per row."""
+        return self.view.positions if self.view.mode in ("decoding", "extending") else 0
 
     def get_max_length(self) -> int:
         """No maximum: ``SlotCache.resize`` makes rows longer."""
@@ -157,7 +170,63 @@ class SlotCache(Cache):
         """The next forward pass reads beginnings of prompts: row ``sources[i]`` is for slot ``rows[i]``."""
         self.view.mode, self.view.rows, self.view.sources = "filling", rows, sources
 
+    def extend(self, rows: torch.Tensor, positions: torch.Tensor, length: int) -> None:
+        """The next forward pass reads what follows in ``rows`` from ``positions``, and ``length`` tokens of them."""
+        self.view.mode, self.view.rows = "extending", rows
+        self.view.positions, self.view.length = positions, length
+
     def decode(self, rows: torch.Tensor, positions: torch.Tensor, length: int) -> None:
         """The next forward pass reads a token of each of the first slots, and ``length`` tokens of their rows."""
         self.view.mode, self.view.rows = "decoding", rows
         self.view.positions, self.view.length, self.view.places = positions, length, {}
+
+
+class KeptRows:
+    """The tokens whose keys and values the rows of free slots have; off (``is_on``), none are kept.
+
+    A prompt that begins with them need not be read again: the next turn of an episode begins with all that was said.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.tokens: dict[int, np.ndarray] = {}  # by slot, the oldest first
+        self.version: int | None = None
+
+    def are_of(self, version: int) -> None:
+        """Forgets rows of other weights than these."""
+        if version != self.version:
+            self.clear()
+            self.version = version
+
+    def keep(self, slot: int, tokens: np.ndarray) -> None:
+        """The row of a slot that has become free."""
+        if self.is_on:
+            self.tokens[slot] = tokens
+
+    def taken(self, prompt: np.ndarray, free: list[int]) -> tuple[int, int]:
+        """The slot of ``free`` that a prompt enters, and how many tokens of it the row already has.
+
+        The longest row is taken that the prompt begins with, otherwise the first slot.
+        """
+        fitting = [
+            slot
+            for slot, tokens in self.tokens.items()
+            if len(tokens) < len(prompt) and tokens[-1] == prompt[len(tokens) - 1]
+            if np.array_equal(tokens, prompt[: len(tokens)])
+        ]
+        slot = max(fitting, key=lambda one: len(self.tokens[one])) if fitting else free[0]
+        tokens = self.tokens.pop(slot, None)
+        return slot, len(tokens) if fitting and tokens is not None else 0
+
+    def last(self, slots: list[int]) -> list[int]:
+        """The slots, those with rows behind the others, the oldest first."""
+        return [slot for slot in slots if slot not in self.tokens] + list(self.tokens)
+
+    def drop(self, slots: Iterable[int]) -> None:
+        """Other prompts enter these slots."""
+        for slot in slots:
+            self.tokens.pop(slot, None)
+
+    def clear(self) -> None:
+        """Forgets all rows."""
+        self.tokens.clear()

@@ -3,9 +3,10 @@
     submit ──► waiting ──► prompts into rows of the cache ──► steps of all slots ──► completions
                  ▲ no slot, or no memory                        the host looks after every few
 
-Equal prompts that enter together are read once, and their keys and values copied to every row. The cache takes at most
-a share of the free memory; what has no room waits. All that run at a time are drawn by one ``Sampling`` apart from its
-limit; a prompt with another waits until they have finished.
+Equal prompts that enter together are read once, and their keys and values copied to every row. A prompt that begins
+with a completion and its prompt, as the next turn of an episode does, enters its slot, and only the rest is read. The
+cache takes at most a share of the free memory; what has no room waits. All that run at a time are drawn by one
+``Sampling`` apart from its limit; a prompt with another waits until they have finished.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from trainers.rollout.base import Completion
 from trainers.rollout.hf.attention import has_kernels, ways
-from trainers.rollout.hf.cache import SlotCache
+from trainers.rollout.hf.cache import KeptRows, SlotCache
 from trainers.rollout.hf.graphs import Graphs
 from trainers.rollout.hf.requests import Request
 from trainers.rollout.hf.slots import Slots
@@ -56,6 +57,7 @@ class Decoder:
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # by slot
         self.counts: dict[int, int] = {}  # tokens that each has, as the host knows
+        self.kept = KeptRows()
         self.places: list[int] = []  # of weights
         self.reads_filled = False  # attention reads of each row what is filled, however long the row is
         self.has_new = False  # somebody began to wait, and room was not made yet
@@ -63,7 +65,7 @@ class Decoder:
         self.only_last = {"logits_to_keep": 1} if keeps else {}
 
     def probe(self) -> None:
-        """Learns what the model keeps per token; once, before anything else. It tries to decode rows of two lengths.
+        """Learns what the model keeps per token; once, before anything else. Tries to decode and extend two rows.
 
         Raises:
             ValueError, or what the model raises: the architecture does not know how.
@@ -85,6 +87,13 @@ class Decoder:
                 use_cache=True,
             )
             self.reads_filled = has_kernels(self.module.device) and ways["torch"] == before
+            self.cache.extend(positions_2, positions_2, self.unit)
+            self.module(
+                input_ids=zero_11.expand(2, 2),
+                position_ids=positions_2[:, None] + positions_2,
+                past_key_values=self.cache,
+                use_cache=True,
+            )
             self.cache.resize(0, 0)
 
     def submit(self, request: Request) -> None:
@@ -94,6 +103,7 @@ class Decoder:
 
     def advance(self, version: int, most_steps: int | None = None) -> list[Completion]:
         """At most ``most_steps`` steps of all that runs; those that have finished by then. ``version``: of weights."""
+        self.kept.are_of(version)
         self._admit()
         if not self.running:
             return []
@@ -121,6 +131,7 @@ class Decoder:
         self.waiting.clear()
         self.running.clear()
         self.counts.clear()
+        self.kept.clear()
         if self.slots is not None:
             self.slots.is_running_S.fill_(False)
 
@@ -128,6 +139,7 @@ class Decoder:
         """Frees the cache; nothing may be running."""
         assert not self.running, "completions are running"
         self.graphs.clear()
+        self.kept.clear()
         self.cache.resize(0, 0)
         self.slots = self.kind = None
 
@@ -151,6 +163,7 @@ class Decoder:
             first = self.waiting[0]
             self.kind = first.kind
             self.graphs.clear()
+            self.kept.clear()  # new slots write to the beginnings of rows
             self.slots = Slots(self.module, self.cache, first.sampling, first.stops)
             self.slots.resize(self.cache.num_slots, 0)
         if self.has_new or not self.running:
@@ -158,14 +171,18 @@ class Decoder:
             self.has_new = False
         if len(self.running) == self.cache.num_slots:
             return
-        entering = {}
-        for slot in range(self.cache.num_slots):
-            if not self.waiting or not self._fits(self.waiting[0]):
-                break
-            if slot not in self.running:
-                entering[slot] = self.waiting.popleft()
+        entering: dict[int, Request] = {}
+        starts: dict[int, int] = {}  # of what is to be read, where a row has the beginning
+        free = self.kept.last([slot for slot in range(self.cache.num_slots) if slot not in self.running])
+        while free and self.waiting and self._fits(self.waiting[0]):
+            request = self.waiting.popleft()
+            slot, start = self.kept.taken(request.prompt_ids, free)
+            free.remove(slot)
+            entering[slot] = request
+            if start:
+                starts[slot] = start
         if entering:
-            self._enter(entering)
+            self._enter(entering, starts)
 
     def _fits(self, request: Request) -> bool:
         assert self.slots is not None
@@ -191,7 +208,8 @@ class Decoder:
             return  # longer rows would be too few: those that need them wait
         self.graphs.clear()
         if (num_slots, length) != (self.cache.num_slots, self.cache.length):
-            if not self.running:
+            self.kept.drop(range(num_slots, self.cache.num_slots))
+            if not (self.running or self.kept.tokens):
                 self.cache.resize(0, 0)
             self.cache.resize(num_slots, length)
         self.slots.resize(num_slots, limit)
@@ -206,11 +224,13 @@ class Decoder:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return self.memory_share * (free + own)
 
-    def _enter(self, entering: dict[int, Request]) -> None:
-        """Reads all prompts but for their last tokens, which the next step reads."""
+    def _enter(self, entering: dict[int, Request], starts: dict[int, int]) -> None:
+        """Reads all prompts but for their last tokens, which the next step reads. ``starts``: what rows have."""
         assert self.slots is not None
         alike: dict[bytes, list[int]] = {}
         for slot, request in entering.items():
+            if slot in starts:
+                continue
             alike.setdefault(request.prompt_ids.tobytes(), []).append(slot)
         groups = sorted(alike.values(), key=lambda slots: len(entering[slots[0]].prompt_ids))
         batch: list[list[int]] = []
@@ -220,6 +240,7 @@ class Decoder:
                 batch = []
             batch.append(group)
         self._read(batch, entering)
+        self._read_on({slot: (entering[slot].prompt_ids, start) for slot, start in starts.items()})
         requests = list(entering.values())
         width = max(len(request.uniform_L) for request in requests)
         uniform_NL = np.zeros((len(requests), width))
@@ -252,6 +273,29 @@ class Decoder:
             **self.only_last,
         )
 
+    def _read_on(self, prompts: dict[int, tuple[np.ndarray, int]]) -> None:
+        """Forward passes over what rows do not have of their prompts, by slot: the prompt, and where that begins."""
+        device = self.module.device
+        rest = {slot: prompt[start:-1] for slot, (prompt, start) in prompts.items() if len(prompt) - 1 > start}
+        slots = sorted(rest, key=lambda slot: len(rest[slot]))
+        while slots:
+            most = max(1, PROMPT_TOKENS // len(rest[slots[-1]]))  # the longest last: all others fit as well
+            batch, slots = slots[-most:], slots[:-most]
+            ids_BT = np.zeros((len(batch), len(rest[batch[-1]])), np.int64)
+            for row, slot in zip(ids_BT, batch, strict=True):
+                row[: len(rest[slot])] = rest[slot]
+            starts_B = torch.tensor([prompts[slot][1] for slot in batch], device=device)
+            longest = max(prompts[slot][1] for slot in batch) + ids_BT.shape[1]
+            length = min(self._rounded(longest), self.cache.length)
+            self.cache.extend(torch.tensor(batch, device=device), starts_B, length)
+            self.module(
+                input_ids=torch.from_numpy(ids_BT).to(device),
+                position_ids=starts_B[:, None] + torch.arange(ids_BT.shape[1], device=device),
+                past_key_values=self.cache,
+                use_cache=True,
+                **self.only_last,
+            )
+
     # Who leaves
 
     def _look(self, width: int) -> list[Completion]:
@@ -274,6 +318,8 @@ class Decoder:
             versions = np.full(count, request.versions[0][0])
             for version, start in request.versions[1:]:
                 versions[start:] = version
+            if len(request.versions) == 1:
+                self.kept.keep(slot, np.concatenate([request.prompt_ids, ids[:-1]]))  # the last one was not read
             is_truncated = int(ids[-1]) not in request.stops
             finished.append(
                 Completion(request.number, request.prompt_ids, ids, logps[:count].copy(), versions, is_truncated)
@@ -290,6 +336,7 @@ class Decoder:
             return
         assert self.slots is not None
         free = [slot for slot in range(width) if slot not in self.running][: len(behind)]
+        self.kept.drop(free)
         self.slots.move(behind, free)
         for origin, target in zip(behind, free, strict=True):
             self.running[target], self.counts[target] = self.running.pop(origin), self.counts.pop(origin)

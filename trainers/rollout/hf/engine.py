@@ -104,7 +104,7 @@ class HfEngine:
         self._number = 0
         self._waiting: deque[Request] = deque()  # that neither slots nor batches have taken
         self._decoder: Decoder | None = None
-        self._is_probed = self._has_told = self._is_attending = False
+        self._is_probed = self._has_told = self._is_attending = self._keeps_rows = False
         self._attention = contextlib.ExitStack()
 
     def generate(
@@ -133,6 +133,7 @@ class HfEngine:
         with self._generating():
             try:
                 first = self.submit(numbered, sampling, seed=seed).start
+                self._keeps_rows = False  # nobody comes back
                 while self.num_running:
                     for completion in self._advance(None if between is None else interval):
                         place = completion.number - first
@@ -153,6 +154,8 @@ class HfEngine:
     def submit(self, prompts: Prompts, sampling: Sampling, *, seed: int) -> range:
         """The numbers under which ``advance`` gives out the prompts' completions. Others may be running.
 
+        Until ``abort``, rows of the cache are kept for prompts that begin with what was completed.
+
         Prompts draw by ``seed`` and their numbers; without numbers by their places and ``seed``.
 
         Raises:
@@ -160,6 +163,7 @@ class HfEngine:
         """
         refuse_empty_prompts(prompts)
         check_generation_kwargs(sampling.generation_kwargs)
+        self._keeps_rows = True
         if self.vision is not None:
             sampling = self.vision.words_alone(sampling)
         images = prompts.images or [()] * len(prompts)
@@ -210,6 +214,7 @@ class HfEngine:
                 decoder.submit(self._waiting.popleft())
             if decoder.running or decoder.waiting:
                 self._attend(in_slots=True)
+                decoder.kept.is_on = self._keeps_rows
                 return decoder.advance(version, most_steps)
         if not self._waiting or not is_idle:
             return []

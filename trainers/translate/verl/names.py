@@ -121,6 +121,17 @@ OF_ENGINE = (  # of ROLLOUT: what an engine apart from the policy reads
     *("gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enforce_eager"),
     *("enable_prefix_caching", "enable_chunked_prefill", "disable_log_stats", "free_cache_engine", "engine_kwargs"),
 )
+RENAMED = {  # since verl 0.8, and what the keys were called before
+    "reward.custom_reward_function": "custom_reward_function",
+    "reward.reward_model.model_path": "reward_model.model.path",
+    "reward.reward_model": "reward_model",
+    "reward.reward_manager.name": "reward_model.reward_manager",
+    "reward.num_workers": "reward_model.num_workers",
+    "reward.sandbox_fusion": "reward_model.sandbox_fusion",
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": f"{ACTOR}.ulysses_sequence_parallel_size",
+    f"{ACTOR}.policy_loss.tau_pos": f"{ACTOR}.tau_pos",
+    f"{ACTOR}.policy_loss.tau_neg": f"{ACTOR}.tau_neg",
+}
 SCHEDULES = {"constant": "constant_with_warmup", "cosine": "cosine", "linear": "linear"}
 K3 = ("low_var_kl", "k3")
 
@@ -137,6 +148,8 @@ WITHOUT = {
     f"{ACTOR}.use_torch_compile": "verl compiles only the entropy. torch_compile here compiles layers",
     f"{ACTOR}.entropy_": "log-probabilities and entropy are computed a chunk of tokens at a time",
     f"{REF}.entropy_": "log-probabilities and entropy are computed a chunk of tokens at a time",
+    f"{ACTOR}.use_prefix_grouper": "it saves time alone",
+    f"{ACTOR}.fsdp_config.entropy_": "log-probabilities and entropy are computed a chunk of tokens at a time",
     f"{ACTOR}.fsdp_config.forward_prefetch": "FSDP2 prefetches what it can",
     f"{ACTOR}.fsdp_config.use_orig_params": "FSDP2 keeps parameters as they are",
     f"{ACTOR}.fsdp_config.wrap_policy": "FSDP2 wraps layers",
@@ -173,6 +186,7 @@ WITHOUT = {
     f"{MEGATRON}.use_dist_checkpointing": "weights are read from the model's safetensors, each worker its part",
     f"{MEGATRON}.dist_checkpointing_path": "weights are read from the model's safetensors, each worker its part",
     f"{MEGATRON}.param_dtype": "trained weights are float32, and dtype is the type of the forward pass",
+    f"{MEGATRON}.dtype": "trained weights are float32, and dtype is the type of the forward pass",
     f"{MEGATRON}.use_remove_padding": "backend: megatron never pads",
     f"{REF}.megatron.": "the reference has the placement of the policy",
     f"{REF}.load_weight": "the reference's weights are always read",
@@ -187,6 +201,8 @@ WITHOUT = {
     "data.return_full_prompt": "prompts are conversations or texts",
     "data.dataloader_num_workers": "rows are held in memory",
     "data.reward_fn_key": "reward functions get all columns",
+    "data.filter_overlong_prompts_workers": "prompts are measured on the driver",
+    "data.image_patch_size": "the model's own processor decides it",
     "data.use_shm": "data are read from their folders",
     "data.val_batch_size": "evaluation completes all rows",
     "data.validation_shuffle": "evaluation reads rows in their order",

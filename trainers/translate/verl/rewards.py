@@ -6,6 +6,8 @@ from typing import Any
 
 from trainers.translate.table import Line, Ours, Theirs
 
+MANAGERS = ("naive", "batch", "prime", "dapo")  # who score a completion each, and add the punishment of dapo
+
 
 def rewards(theirs: Theirs, ours: Ours) -> None:
     """The functions and the model that reward completions."""
@@ -23,6 +25,9 @@ def rewards(theirs: Theirs, ours: Ours) -> None:
             "custom_reward_function"
         )
     _overlong(theirs, ours)
+    manager = theirs.values.get("reward_model.reward_manager", "naive")
+    if manager not in MANAGERS:
+        ours.refuse("reward_manager", f"{manager} is not translated (known: {', '.join(MANAGERS)})")
     if theirs.take("reward_model.enable") in (True, None) and theirs.take("reward_model.model.path"):
         model = theirs.take("reward_model.model.path")
         ours.say("reward_model", model if ours.trainer == "ppo" else [model], theirs, "reward_model.model.path")

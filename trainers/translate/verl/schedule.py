@@ -28,11 +28,15 @@ def optimizer(theirs: Theirs, ours: Ours) -> None:
     if kind not in SCHEDULES:
         ours.refuse(style, f"{kind} is not translated (known: {', '.join(SCHEDULES)})")
         return
-    if kind == "cosine" and floor:
+    if kind == "cosine" and (least := theirs.take(f"{optim}.min_lr")):
+        ours.say("lr_scheduler_type", "cosine_with_min_lr", theirs, style, f"{optim}.min_lr")
+        ours.say("lr_scheduler_kwargs", {"min_lr": least}, theirs, f"{optim}.min_lr")
+    elif kind == "cosine" and floor:
         ours.say("lr_scheduler_type", "cosine_with_min_lr", theirs, style, f"{optim}.min_lr_ratio")
         ours.say("lr_scheduler_kwargs", {"min_lr_rate": floor}, theirs, f"{optim}.min_lr_ratio")
     else:
         ours.say("lr_scheduler_type", SCHEDULES[kind], theirs, style)
+    ours.drop(theirs, [f"{optim}.min_lr"], "this schedule has no lowest rate")
     steps, _ = generations(theirs)
     warmup, ratio = theirs.take(f"{optim}.lr_warmup_steps"), theirs.take(f"{optim}.lr_warmup_steps_ratio")
     if warmup is not None and warmup > 0:

@@ -15,13 +15,16 @@ from trainers.translate.verl import grpo, ppo
 from trainers.translate.verl.backend import backend
 from trainers.translate.verl.engine import engine
 from trainers.translate.verl.images import columns
-from trainers.translate.verl.names import ACTOR, DIVIDED, ESTIMATORS, MODEL, REFUSED, ROLLOUT, WITHOUT
+from trainers.translate.verl.names import ACTOR, DIVIDED, ESTIMATORS, MODEL, REFUSED, RENAMED, ROLLOUT, WITHOUT
 from trainers.translate.verl.rewards import rewards
 from trainers.translate.verl.schedule import optimizer, run
 
 
 def translate(theirs: Theirs, ours: Ours) -> None:
     """Fills ``ours`` from the keys of verl."""
+    theirs.rename(RENAMED)
+    if (chosen := theirs.take("model_engine")) not in (None, "dp"):
+        theirs.put(f"{ACTOR}.strategy", chosen, "model_engine")
     estimator = theirs.take("algorithm.adv_estimator")
     if estimator == "gae":
         ours.trainer = "ppo"

@@ -16,7 +16,7 @@ import torch
 
 from trainers.backends.fresh_weights import VALUE_HEAD
 from trainers.backends.fsdp.vision.thinker import language_class
-from trainers.data.images.processor import is_speaking, is_vision
+from trainers.data.images.processor import is_vision
 
 Part = Literal["vit", "aligner", "llm", "head"]  # head: of a sequence classifier; it always learns
 VISUAL: tuple[Part, ...] = ("vit", "aligner")  # that an adapter's modules_to_save may name
@@ -27,8 +27,9 @@ PROJECTIONS = ("proj", "proj1", "proj2")  # of a tower that hears, likewise
 def part_of(module: Any) -> dict[str, Part]:
     """The part that each weight of the model is of, by its name in memory."""
     towers = [(module.get_encoder(modality="image"), MERGERS)]
-    if is_speaking(module.config):
-        towers.append((module.get_encoder(modality="audio"), PROJECTIONS))
+    hearing = module.get_encoder(modality="audio")  # without one it is the model itself
+    if hearing not in (module, getattr(module, "thinker", None)):
+        towers.append((hearing, PROJECTIONS))
     language = [module.get_decoder(), module.get_input_embeddings(), module.get_output_embeddings()]
     of_language = {id(weight) for part in language if part is not None for weight in part.parameters()}
     mergers = [part for tower, names in towers for name, part in tower.named_children() if name in names]

@@ -28,7 +28,8 @@ from trainers.data.images.pictures import Medium, Pictures
 from trainers.data.images.processor import Processors, has_videos, is_vision, processed, token_of
 
 IMAGE, VIDEO = 1, 2  # kinds of tokens, as transformers marks them
-FRAMES = "pixel_values_videos"
+PIXELS, FRAMES = "pixel_values", "pixel_values_videos"
+IN_ONE_ROW = "target_sizes"  # where a model takes these, the patches of all pictures stand in one row (MiniCPM-V)
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 DUMMY_SIZE = 28  # pixels
 FILES = (  # of a processor; of those that a tokenizer writes too the run's own are kept
@@ -95,7 +96,11 @@ class Vision:
                 "number of frames in all of them. Write per_device_train_batch_size: 1, or give all videos the same "
                 "number of frames."
             )
-        return {name: joined([pixels[name] for pixels in found if name in pixels]) for name in names}
+        is_one_row = IN_ONE_ROW in names
+        return {
+            name: joined([pixels[name] for pixels in found if name in pixels], in_one_row=is_one_row and name == PIXELS)
+            for name in names
+        }
 
     def num_towers(self, images: Sequence[Pictures] | None) -> int:
         """How often a pass runs the tower at most: once for pictures, and once for videos."""
@@ -107,7 +112,7 @@ class Vision:
         from PIL import Image
 
         image = Image.new("RGB", (DUMMY_SIZE, DUMMY_SIZE), (127, 127, 127))
-        return _tensors(self.processor(text=[self.processor.image_token], images=[[image]], return_tensors="pt"))
+        return self._tensors(self.processor(text=[self.processor.image_token], images=[[image]], return_tensors="pt"))
 
     def joins(self, scorer: Any, *, trains: bool, shards: bool) -> None:
         """The tower runs in every pass that asks it to: in training, and with shards, which all ranks gather together.
@@ -180,11 +185,17 @@ class Vision:
     def _processed(self, row: tuple[Medium, ...]) -> Pixels:
         processor = self.processors.of(row)
         text = " ".join(token_of(processor, picture) for picture in row)
-        return _tensors(processed(processor, text, row, return_tensors="pt"))
+        return self._tensors(processed(processor, text, row, return_tensors="pt"))
+
+    def _tensors(self, found: Any) -> Pixels:
+        tensors = {name: value for name, value in found.items() if name not in OF_TEXT and torch.is_tensor(value)}
+        if self.module.dtype == torch.float32:  # Llama 4's processor gives bfloat16
+            tensors = {name: _in_full(value) for name, value in tensors.items()}
+        return tensors
 
 
-def _tensors(found: Any) -> Pixels:
-    return {name: value for name, value in found.items() if name not in OF_TEXT and torch.is_tensor(value)}
+def _in_full(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.dtype == torch.bfloat16 else value
 
 
 def documents_of(row: Pictures) -> tuple[tuple[Medium, ...], ...]:
@@ -193,11 +204,15 @@ def documents_of(row: Pictures) -> tuple[tuple[Medium, ...], ...]:
     return tuple(documents)
 
 
-def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+def joined(rows: Sequence[torch.Tensor], *, in_one_row: bool = False) -> torch.Tensor:
     """The tensors of several rows along the first dimension; the others are padded with zeros to the largest.
+
+    ``in_one_row``: along the last one.
 
     That is what the processors of transformers make of several rows: see ``tests/images``.
     """
+    if in_one_row:
+        return torch.cat(list(rows), dim=-1)
     sizes = [max(size) for size in zip(*(row.shape[1:] for row in rows), strict=True)]
     padded = []
     for row in rows:

@@ -9,17 +9,15 @@ configuration have the names that the checkpoint has. The parts that speak are w
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
 
+from trainers.backends.fsdp.vision.headless import Headless, with_positions
 from trainers.data.images.processor import is_speaking, is_vision
 
 SPEAKS = (r"^talker\.", r"^token2wav\.", r"^code2wav\.")  # weights of the parts that are not built
-GRIDS = ("image_grid_thw", "video_grid_thw")  # arguments by which pictures get positions of three dimensions
 
 
 def language_class(configuration: Any) -> Any:
@@ -59,7 +57,9 @@ def thinking_class(kind: Any, *, scores: bool = False) -> Any:
                 hidden_size = config.get_text_config().hidden_size
                 thinker.score = torch.nn.Linear(hidden_size, config.num_labels, bias=False)
                 thinker.lm_head = torch.nn.Identity()
-            self.__dict__["headless"] = Headless(thinker)  # what ``documents.backbone`` finds; no part of its own
+            self.__dict__["headless"] = Headless(
+                thinker, thinker
+            )  # what ``documents.backbone`` finds; no part of its own
             # the layers that are sharded alone: those that every pass runs
             layers = (thinker.visual.blocks[0], thinker.model.layers[0])
             self._no_split_modules = {type(layer).__name__ for layer in layers}
@@ -98,48 +98,3 @@ def thinking_class(kind: Any, *, scores: bool = False) -> Any:
     Thinking.__name__ = name.replace("ForConditionalGeneration", "ForSequenceClassification") if scores else name
     Thinking.__module__ = whole.__module__  # so that weights are read under the names that its models have
     return Thinking
-
-
-class Headless(torch.nn.Module):
-    """What a thinker answers with below its head: transformers' own forward pass, whose head does nothing."""
-
-    thinker: Any
-
-    def __init__(self, thinker: Any) -> None:
-        super().__init__()
-        self.__dict__["thinker"] = thinker  # of which this is no copy
-        self.get_image_features = thinker.get_image_features
-        self.get_rope_index = thinker.get_rope_index
-
-    def forward(self, **inputs: Any) -> Any:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
-        with _without_head(self.thinker):
-            outputs = self.thinker(**with_positions(self.thinker, inputs))
-        routers = getattr(outputs, "router_logits", None)
-        return MoeModelOutputWithPast(last_hidden_state=outputs.logits, router_logits=routers)
-
-
-def with_positions(thinker: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, with the positions of pictures; without a mask transformers would give them those of text.
-
-    Padding is behind all tokens, whose positions it does not change.
-    """
-    grids = {name: inputs[name] for name in GRIDS if inputs.get(name) is not None}
-    given = ("position_ids", "attention_mask", "past_key_values")
-    if not grids or any(inputs.get(name) is not None for name in given):
-        return inputs
-    ids_BT = inputs["input_ids"]
-    positions_3BT, _ = thinker.get_rope_index(ids_BT, attention_mask=torch.ones_like(ids_BT), **grids)
-    return {**inputs, "position_ids": positions_3BT}
-
-
-@contextlib.contextmanager
-def _without_head(thinker: Any) -> Iterator[None]:
-    """Inside, logits are what the head would have taken."""
-    head = thinker._modules["lm_head"]
-    thinker._modules["lm_head"] = torch.nn.Identity()
-    try:
-        yield
-    finally:
-        thinker._modules["lm_head"] = head

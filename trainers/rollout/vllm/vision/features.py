@@ -36,6 +36,11 @@ UNLIKE = {  # kinds of which vLLM (0.32) and transformers (5.19) compute other n
     "paddleocr_vl": "between the learned positions of patches vLLM interpolates without aligning the corners, and "
     "transformers aligns them",
 }
+UNCOMPARED = (
+    "gemma4",
+    "minicpmv4_6",
+    "llama4",
+)  # kinds of which nobody has compared vLLM's numbers with those of transformers
 CUT_ALONE = ("llava_onevision",)  # a picture beside others is not cut into parts by transformers
 Known = list[tuple[np.ndarray, Any]]  # of each picture: its tokens, and vLLM's feature
 
@@ -56,6 +61,10 @@ def check_sees(model: str | Path, key: str, *, trust_remote_code: bool = False) 
 
 def check_pictures(configuration: Any, key: str = "rollout_engine") -> None:
     """Raises ConfigError if vLLM cannot read pictures as a model of this configuration sees them; ``key`` chose it."""
+    if configuration.model_type in UNCOMPARED:
+        raise ConfigError(
+            f"{key}: vllm has not been compared with the trainer for {configuration.model_type}. Write hf."
+        )
     if is_speaking(configuration):
         raise ConfigError(
             f"{key}: vllm does not get the weights of {configuration.model_type}, which is also an audio model. "

@@ -278,8 +278,8 @@ def _draws(case: Case) -> Iterator[Cause]:
     if case.is_apart:
         yield Cause(
             "one generator for several roles",
-            f"random numbers that several roles draw: the generator of {moved[0]}, which they share on one worker, "
-            f"but not on separate workers. {_own_generator(moved[0])}",
+            f"random numbers that several roles draw: the generator of {moved[0]}, which they share only on one "
+            f"worker. {_own_generator(moved[0])}",
         )
     driver = [seen for run in (case.here, case.there) for seen in run if set(moved) & set(seen.drawn_before)]
     if driver:

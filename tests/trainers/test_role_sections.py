@@ -168,7 +168,7 @@ def test_the_command_line_cannot_say_in_two_ways_where_roles_run(tmp_path: Path)
 
 REFUSED: list[tuple[str, list[str]]] = [
     ("train: {gpus: 4, lerning_rate: 1}", ["unknown key lerning_rate", "did you mean learning_rate?"]),
-    ("train: {gpus: 4, lr: 1, learning_rate: 2}", ["section 'train' says learning_rate twice", "lr"]),
+    ("train: {gpus: 4, lr: 1, learning_rate: 2}", ["section 'train' sets learning_rate twice", "lr"]),
     ("train: {gpus: 4}\nrollout: {gpus: 4, timeot_s: 3}", ["section rollout", "did you mean timeout_s?"]),
     (
         "train: {gpus: 4, temperature: 1.0}\nrollout: {gpus: 4, temperature: 0.9}",

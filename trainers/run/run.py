@@ -595,6 +595,6 @@ def _check_same_order(saved: Mapping[str, Any], order: Mapping[str, Any], checkp
     if changed:
         raise ConfigError(
             f"resume_from_checkpoint: {checkpoint} belongs to a run that read the data in another order "
-            f"({'; '.join(changed)}). Rows would be repeated or left out. Change these values back (global_batch_size "
-            "keeps the sequences of a step), or start a new run from the checkpoint as model."
+            f"({'; '.join(changed)}). Rows would be repeated or left out. Change these values back "
+            f"(global_batch_size keeps the sequences of a step). Or start a new run from the checkpoint as model."
         )

@@ -61,8 +61,8 @@ def placed(
     if not spoken:
         for kind in kinds:
             raise ValueError(
-                f"the row has {len(columns[kind])} {kind}s, but no messages that give them a place: its text is not "
-                "a list of messages. Write messages, or set system: '' to make conversations of texts"
+                f"the row has {len(columns[kind])} {kind}s, but its text is not a list of messages, which gives them "
+                f"a place. Write messages, or set system: '' to make conversations of texts"
             )
         return dict(row), ()
     turns = {name: [dict(message) for message in row[name]] for name in spoken}

@@ -130,7 +130,7 @@ def test_a_row_whose_video_is_missing_or_broken_is_told(name: str, found: dict[s
 
 def test_lengths_and_arguments_are_looked_at(found: dict[str, Any]) -> None:
     assert "max_length 12 would cut a picture apart" in found["cut"]
-    assert "video_processor_kwargs: most_frames is no argument" in found["argument"]
+    assert "video_processor_kwargs: most_frames is not an argument" in found["argument"]
     assert "rows are broken" not in found["argument"]
     assert found["small"] == [2]  # two pairs of frames, of one token of 8 x 8 pixels each
 

@@ -66,6 +66,14 @@ class Config:
     names: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Sizes:
+    rows: int = 1
+    points: int = 2
+
+
+spread = Sizes(*(3, 4))
+fixed = Sizes(rows=5)
 settings = Settings()
 faster = Settings(rate=2)
 config = Config()

@@ -102,6 +102,17 @@ def test_an_object_that_has_changed_itself_is_its_process_own(monkeypatch: pytes
     assert changes_in(MODULES, ()).values == {(changed_config.__name__, "store", "size"): 3}
 
 
+def test_a_frozen_object_is_changed_where_the_driver_has_changed_it() -> None:
+    assert changes_in([changed_config.__name__], ()).values == {}, "``*found`` names no argument"
+    object.__setattr__(changed_config.fixed, "rows", 6)
+    changes = changes_in([changed_config.__name__], ())
+    object.__setattr__(changed_config.fixed, "rows", 5)
+    assert changes.values == {(changed_config.__name__, "fixed", "rows"): 6}
+    changes.apply()
+    assert changed_config.fixed.rows == 6
+    object.__setattr__(changed_config.fixed, "rows", 5)
+
+
 def test_of_modules_as_they_were_imported_nothing_is_told() -> None:
     """Also of large ones: the trainers'."""
     import trainers.grpo.trainer

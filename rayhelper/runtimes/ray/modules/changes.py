@@ -85,6 +85,8 @@ class Changes:
                 held.update(value)
             elif type(held) is type(value) and isinstance(held, list):
                 held[:] = value
+            elif is_dataclass(owner) and not isinstance(owner, type):
+                object.__setattr__(owner, last, value)  # it may be frozen
             else:
                 setattr(owner, last, value)
 
@@ -276,7 +278,7 @@ def _written(path: str, mtime_ns: int, size: int, package: str) -> Written:
             found.imported |= {alias.asname or alias.name: (source, alias.name) for alias in node.names}
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in found.classes}
     for name, value in _assigned_once(tree.body).items():
-        if isinstance(value, ast.Call) and not any(key.arg is None for key in value.keywords):
+        if isinstance(value, ast.Call) and _names_its_arguments(value):
             cls = ast.unparse(value.func)
             if cls.rpartition(".")[2] in ("SimpleNamespace", "Namespace") and not value.args:
                 given = {str(key.arg): _said(key.value) for key in value.keywords}
@@ -284,6 +286,11 @@ def _written(path: str, mtime_ns: int, size: int, package: str) -> Written:
             elif cls in classes:
                 found.objects[name] = _made(cls, _attributes(classes[cls], found.classes[cls], value))
     return found
+
+
+def _names_its_arguments(call: ast.Call) -> bool:
+    """Whether the source says which value every argument gets: not in ``Sizes(*found, **given)``."""
+    return not any(isinstance(one, ast.Starred) for one in call.args) and all(key.arg for key in call.keywords)
 
 
 def _made(cls: str, given: dict[str, Any], *, is_bag: bool = False) -> Made:

@@ -15,18 +15,15 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 from collections.abc import Callable, Iterator
-from types import FunctionType
 from typing import Any, NamedTuple
 
 from rayhelper.roles.methods import RoleMethod
-from rayhelper.roles.names import CHANGING, function_of, tree_of
+from rayhelper.roles.names import CHANGING, TRAINING, function_of, tree_of
 from rayhelper.roles.stale import Snapshot
-from rayhelper.roles.used_parts import with_roles
+from rayhelper.roles.used_parts import attribute_of, functions_of, uses_in, with_roles
 
 _STATE_DICT = "state_dict()"
-_TRAINING = frozenset(("backward", "step"))
 
 
 class Changed(NamedTuple):
@@ -101,19 +98,19 @@ def _changed_by(cls: Any, function: Callable[..., Any]) -> Changed:
     names: set[str] = set()
     read: set[str] = set()
     trains = False
-    for plain in _functions(cls, function, set()):
+    for plain in functions_of(cls, function, set()):
         own, tree = plain.__code__.co_varnames[0], tree_of(plain)
         for node in ast.walk(tree) if tree is not None else ():
-            name = _attribute(node, own)
+            name = attribute_of(node, own)
             if name is not None:
                 is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
                 (read if is_read else names).add(name)
             elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
-                names.add(_attribute(node.value, own) or "")
+                names.add(attribute_of(node.value, own) or "")
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 if node.func.attr in CHANGING:
-                    names.add(_attribute(node.func.value, own) or "")
-                trains = trains or node.func.attr in _TRAINING
+                    names.add(attribute_of(node.func.value, own) or "")
+                trains = trains or node.func.attr in TRAINING
     return Changed(frozenset(names - {""}), frozenset(read if trains else ()))
 
 
@@ -125,13 +122,13 @@ def _parts_changed_by(
     if (id(target), function) in seen:
         return
     seen |= {(id(target), function)}
-    uses = _uses(cls, function)
+    uses = uses_in(cls, function)
     for attribute in sorted(uses.of):
         for instance in with_roles(vars(target).get(attribute)):
             part: Any = type(instance)
-            names = set(uses.of[attribute].names)
-            trained = set(uses.of[attribute].trained if uses.trains else ())
-            for used in uses.of[attribute].trained:
+            names = set(uses.of[attribute].set)
+            trained = set(uses.of[attribute].read if uses.trains else ())
+            for used in uses.of[attribute].read:
                 called = function_of(part, used)
                 if called is not None:
                     changed = _changed_by(part, called)
@@ -139,71 +136,3 @@ def _parts_changed_by(
                     trained |= changed.trained
                     yield from _parts_changed_by(instance, called, seen)
             yield instance, Changed(frozenset(names), frozenset(trained))
-
-
-class Uses(NamedTuple):
-    """By attribute of an object, what a method sets (``names``) and reads (``trained``) of what it holds."""
-
-    of: dict[str, Changed]
-    trains: bool
-
-
-@functools.lru_cache(4096)
-def _uses(cls: Any, function: Callable[..., Any]) -> Uses:
-    set_of: dict[str, set[str]] = {}
-    read_of: dict[str, set[str]] = {}
-    trains = False
-    for plain in _functions(cls, function, set()):
-        own, tree = plain.__code__.co_varnames[0], tree_of(plain)
-        nodes = list(ast.walk(tree)) if tree is not None else []
-        stands_for: dict[str, str] = {}  # local names: for p in self.parts, part = self.part
-        for node in nodes:
-            targets: list[ast.expr]
-            if isinstance(node, (ast.For, ast.comprehension)):
-                targets, source = [node.target], node.iter
-            elif isinstance(node, ast.Assign):
-                targets, source = node.targets, node.value
-            else:
-                continue
-            attribute = _held_by(source, own, stands_for)
-            if attribute is not None:
-                stands_for |= {one.id: attribute for one in targets if isinstance(one, ast.Name)}
-        for node in nodes:
-            if isinstance(node, ast.Attribute) and (attribute := _held_by(node.value, own, stands_for)) is not None:
-                of = read_of if isinstance(node.ctx, ast.Load) else set_of
-                of.setdefault(attribute, set()).add(node.attr)
-            trains = trains or (
-                isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _TRAINING
-            )
-    found = {
-        name: Changed(frozenset(set_of.get(name, ())), frozenset(read_of.get(name, ())))
-        for name in set_of.keys() | read_of.keys()
-    }
-    return Uses(found, trains)
-
-
-def _held_by(node: ast.AST, own: str, stands_for: dict[str, str]) -> str | None:
-    """The attribute that holds what an expression stands for: ``parts`` of ``self.parts[0]``."""
-    while isinstance(node, ast.Subscript):
-        node = node.value
-    return stands_for.get(node.id) if isinstance(node, ast.Name) else _attribute(node, own)
-
-
-def _attribute(node: ast.AST, own: str) -> str | None:
-    is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own
-    return node.attr if isinstance(node, ast.Attribute) and is_own else None
-
-
-def _functions(cls: type, function: Callable[..., Any], seen: set[Any]) -> Iterator[FunctionType]:
-    """A method, and the methods of the same object that it calls, of whatever role that is hosted with it."""
-    plain = inspect.unwrap(function)
-    if plain in seen or not isinstance(plain, FunctionType) or not plain.__code__.co_argcount:
-        return
-    seen.add(plain)
-    yield plain
-    own, tree = plain.__code__.co_varnames[0], tree_of(plain)
-    for node in ast.walk(tree) if tree is not None else ():
-        name = _attribute(node, own)
-        called = None if name is None else function_of(cls, name)
-        if called is not None:
-            yield from _functions(cls, called, seen)

@@ -24,6 +24,7 @@ from rayhelper.roles.project import is_of_project, is_users
 
 PLAIN = (bool, int, float, str, type(None))  # globals that are compared: by value
 MISSING = object()
+TRAINING = frozenset(("backward", "step"))
 CHANGING = frozenset(
     (
         *("append", "add", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"),
@@ -88,9 +89,12 @@ def of_method(cls: Any, method: RoleMethod[..., Any]) -> Names:
 
 
 @functools.lru_cache(4096)
-def of_use(cls: Any, used: frozenset[str]) -> Names:
-    """What code does with an object of a class that uses some of these names of it: methods, properties, attributes."""
-    found = Names()
+def of_use(cls: Any, used: frozenset[str], stored: frozenset[str]) -> Names:
+    """What code does with an object of a class that uses these names of it: methods, properties, attributes.
+
+    ``stored``: the attributes that it sets.
+    """
+    found = Names(writes=set(stored))
     for name in used:
         function = function_of(cls, name)
         if function is None:

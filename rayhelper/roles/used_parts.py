@@ -6,11 +6,15 @@ trainer.explore(prompts)             whose role calls self.policy.sample() there
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from rayhelper.roles.methods import RoleMethod
-from rayhelper.roles.names import Names, of_method, of_use
+from rayhelper.roles.names import TRAINING, Names, function_of, of_use, tree_of
 
 
 class Use(NamedTuple):
@@ -29,8 +33,7 @@ class UsedParts:
     def check(self, method: RoleMethod[..., Any], target: Any, title: str) -> None:
         """Raises RoleError if the method reads what was set, or changed in place, in such an object."""
         if method not in self.of_method:
-            cls: Any = type(target)
-            self.of_method[method] = tuple(_uses(target, of_method(cls, method), {id(target)}))
+            self.of_method[method] = tuple(_uses(target, method.function, set()))
         for instance, names in self.of_method[method]:
             placement = instance._rayhelper
             owner = placement.identity.name
@@ -39,15 +42,19 @@ class UsedParts:
             placement.snapshot.called(names, instance)
 
 
-def _uses(target: Any, names: Names, seen: set[int]) -> Iterator[Use]:
-    for name in sorted(names.reads | names.reads_of_roles):
-        for instance in with_roles(vars(target).get(name)):
-            if id(instance) not in seen:
-                seen.add(id(instance))
-                cls: Any = type(instance)
-                used = of_use(cls, frozenset(names.attributes))
-                yield Use(instance, used)
-                yield from _uses(instance, used, seen)
+def _uses(target: Any, function: Callable[..., Any], seen: set[Any]) -> Iterator[Use]:
+    cls: Any = type(target)
+    if (id(target), function) in seen:
+        return
+    seen.add((id(target), function))
+    for attribute, used in sorted(uses_in(cls, function).of.items()):
+        for instance in with_roles(vars(target).get(attribute)):
+            part: Any = type(instance)
+            yield Use(instance, of_use(part, used.read, used.set))
+            for name in sorted(used.read):
+                called = function_of(part, name)
+                if called is not None:
+                    yield from _uses(instance, called, seen)
 
 
 def with_roles(value: Any) -> Iterator[Any]:
@@ -57,3 +64,80 @@ def with_roles(value: Any) -> Iterator[Any]:
         placement = getattr(one, "__dict__", {}).get("_rayhelper")
         if getattr(placement, "snapshot", None) is not None:
             yield one
+
+
+class Used(NamedTuple):
+    """What a method sets and reads of an object."""
+
+    set: frozenset[str]
+    read: frozenset[str]
+
+
+class Uses(NamedTuple):
+    """What a method does with the objects that the attributes of its own object hold, by attribute."""
+
+    of: dict[str, Used]
+    trains: bool
+
+
+@functools.lru_cache(4096)
+def uses_in(cls: Any, function: Callable[..., Any]) -> Uses:
+    """What a method, and those that it calls on the same object, do with what its attributes hold."""
+    set_of: dict[str, set[str]] = {}
+    read_of: dict[str, set[str]] = {}
+    trains = False
+    for plain in functions_of(cls, function, set()):
+        own, tree = plain.__code__.co_varnames[0], tree_of(plain)
+        nodes = list(ast.walk(tree)) if tree is not None else []
+        stands_for: dict[str, str] = {}  # local names: for p in self.parts, part = self.part
+        for node in nodes:
+            targets: list[ast.expr]
+            if isinstance(node, (ast.For, ast.comprehension)):
+                targets, source = [node.target], node.iter
+            elif isinstance(node, ast.Assign):
+                targets, source = node.targets, node.value
+            else:
+                continue
+            attribute = _held_by(source, own, stands_for)
+            if attribute is not None:
+                stands_for |= {one.id: attribute for one in targets if isinstance(one, ast.Name)}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and (attribute := _held_by(node.value, own, stands_for)) is not None:
+                of = read_of if isinstance(node.ctx, ast.Load) else set_of
+                of.setdefault(attribute, set()).add(node.attr)
+            trains = trains or (
+                isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TRAINING
+            )
+    found = {
+        name: Used(frozenset(set_of.get(name, ())), frozenset(read_of.get(name, ())))
+        for name in set_of.keys() | read_of.keys()
+    }
+    return Uses(found, trains)
+
+
+def _held_by(node: ast.AST, own: str, stands_for: dict[str, str]) -> str | None:
+    """The attribute that holds what an expression stands for: ``parts`` of ``self.parts[0]``."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return stands_for.get(node.id) if isinstance(node, ast.Name) else attribute_of(node, own)
+
+
+def attribute_of(node: ast.AST, own: str) -> str | None:
+    """The name of an attribute of ``own``; None: the expression is something else."""
+    is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own
+    return node.attr if isinstance(node, ast.Attribute) and is_own else None
+
+
+def functions_of(cls: type, function: Callable[..., Any], seen: set[Any]) -> Iterator[FunctionType]:
+    """A method, and the methods of the same object that it calls, of whatever role that is hosted with it."""
+    plain = inspect.unwrap(function)
+    if plain in seen or not isinstance(plain, FunctionType) or not plain.__code__.co_argcount:
+        return
+    seen.add(plain)
+    yield plain
+    own, tree = plain.__code__.co_varnames[0], tree_of(plain)
+    for node in ast.walk(tree) if tree is not None else ():
+        name = attribute_of(node, own)
+        called = None if name is None else function_of(cls, name)
+        if called is not None:
+            yield from functions_of(cls, called, seen)

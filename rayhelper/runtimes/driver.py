@@ -292,7 +292,7 @@ class DriverPlacement:
         return "skip" if self.identity.is_building else "group"
 
     def run(self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if method.role != DRIVER or not self.identity.is_building:
+        if method.role != DRIVER or not self.identity.is_building or not hasattr(target, "__dict__"):
             return method.call(target, args, kwargs)
         before = kept_attributes(target)
         try:

@@ -54,6 +54,10 @@ def _set_cudnn(cudnn: Any, deterministic: bool, benchmark: bool, enabled: bool) 
     cudnn.deterministic, cudnn.benchmark, cudnn.enabled = deterministic, benchmark, enabled
 
 
+def _set_filling(deterministic: Any, fills: bool) -> None:
+    deterministic.fill_uninitialized_memory = fills
+
+
 def _set_attention(cuda: Any, flash: bool, mem_efficient: bool, math: bool, cudnn: bool) -> None:
     cuda.enable_flash_sdp(flash)
     cuda.enable_mem_efficient_sdp(mem_efficient)
@@ -113,7 +117,7 @@ _TORCH: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
     ),
     "memory of empty tensors": (
         lambda torch: torch.utils.deterministic.fill_uninitialized_memory,
-        lambda torch, value: setattr(torch.utils.deterministic, "fill_uninitialized_memory", value),
+        lambda torch, value: _set_filling(torch.utils.deterministic, value),
     ),
 }
 

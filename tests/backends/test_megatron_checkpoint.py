@@ -299,7 +299,7 @@ def killed(rank: int, model: Path, folder: Path) -> None:
 
 def refused(rank: int, model: Path, folder: Path) -> None:
     with backend_of(model, {}) as backend:
-        with pytest.raises(RuntimeError, match="killed is not whole"):
+        with pytest.raises(RuntimeError, match="killed is incomplete"):
             backend.load(folder / "killed")
         with pytest.raises(FileNotFoundError, match=r"no megatron/.*start a new run from it as model"):
             backend.load(model)

@@ -91,7 +91,7 @@ def test_a_backend_says_that_what_it_needs_is_away(tmp_path: Path) -> None:
     backend.offload(model=False)  # what the optimizer remembers is away: only learning needs it
     USES["scores"](backend)
     USES["weights"](backend)
-    with pytest.raises(RuntimeError, match=r"^what the optimizer remembers wait.*reload\(\) comes first"):
+    with pytest.raises(RuntimeError, match=r"^the optimizer's states are in the memory.*call reload\(\) first"):
         USES["learning"](backend)
     backend.offload()
     for use in USES.values():

@@ -112,10 +112,10 @@ def test_a_column_that_a_reward_asks_for_is_missed_before_models_are_loaded(
     models: dict[str, str], tmp_path: Path
 ) -> None:
     keys: dict[str, Any] = {"reward_funcs": [needs_gold], "reward_weights": None}
-    with pytest.raises(ConfigError, match=r"^reward_funcs: [^\n]*'needs_gold' asks for 'gold', but dataset[^\n]*$"):
+    with pytest.raises(ConfigError, match=r"^reward_funcs: [^\n]*'needs_gold' needs 'gold', but dataset[^\n]*$"):
         GRPOTrainer(grpo_config(models["policy"], tmp_path, **keys))
     keys["dataset"] = [{"prompt": text, "gold": text} for text in TEXTS[:6]]
-    with pytest.raises(ConfigError, match="'needs_gold' asks for 'gold', but eval_dataset has"):
+    with pytest.raises(ConfigError, match="'needs_gold' needs 'gold', but eval_dataset has"):
         GRPOTrainer(grpo_config(models["policy"], tmp_path, **keys))
     assert GRPOTrainer(grpo_config(models["policy"], tmp_path, eval_dataset=None, **keys))
 

@@ -129,11 +129,11 @@ def test_what_needs_no_device_group_lives_with_train(name: str, model: str, tmp_
         ("raft", {"reward_funcs": ["evennes"]}, "reward_funcs: unknown reward 'evennes'"),
         ("raft", {"reward_funcs": []}, "nothing rewards completions"),
         ("raft", {"reward_funcs": ["exact_answer"]}, "reward_funcs: exact_answer compares with column 'answer'"),
-        ("online_dpo", {"reward_funcs": [needs_gold]}, "reward_funcs: .*'needs_gold' asks for 'gold', but dataset has"),
+        ("online_dpo", {"reward_funcs": [needs_gold]}, "reward_funcs: .*'needs_gold' needs 'gold', but dataset has"),
         (
             "raft",
             {"reward_funcs": [needs_gold], "dataset": [{"prompt": "a", "gold": "b"}]},
-            "'needs_gold' asks for 'gold', but eval_dataset has no such column",
+            "'needs_gold' needs 'gold', but eval_dataset has no such column",
         ),
         ("online_dpo", {"generation_kwargs": {"typical": 1}}, "no field 'typical'"),
         ("online_dpo", {"resume_from_checkpoint": "nowhere"}, "there is no folder 'nowhere'"),
@@ -149,7 +149,7 @@ def test_a_mistake_is_an_error_before_a_model_is_loaded(
 
 def test_a_column_that_a_trainer_adds_itself_may_be_missing_in_the_file(model: str, tmp_path: Path) -> None:
     config = configured("raft", model, tmp_path, reward_funcs=[needs_gold])
-    with pytest.raises(ConfigError, match="asks for 'gold'"):
+    with pytest.raises(ConfigError, match="needs 'gold'"):
         read_prompts(config, config.dataset, config.dataset_split)
     rows = read_prompts(config, config.dataset, config.dataset_split, added_columns=["gold"])
     assert rows.column_names == ["prompt"]

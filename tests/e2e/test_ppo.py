@@ -355,10 +355,10 @@ def test_mistakes_are_found_before_anything_starts(keys: dict[str, Any], message
 
 def test_a_column_that_a_reward_asks_for_is_missed_before_models_are_loaded(model: str, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"reward_funcs": [needs_gold], "reward_weights": None}
-    with pytest.raises(ConfigError, match=r"^reward_funcs: [^\n]*'needs_gold' asks for 'gold', but dataset[^\n]*$"):
+    with pytest.raises(ConfigError, match=r"^reward_funcs: [^\n]*'needs_gold' needs 'gold', but dataset[^\n]*$"):
         PPOTrainer(ppo_config(model, tmp_path, **keys))
     keys["dataset"] = [{"prompt": text, "gold": text} for text in TEXTS[:6]]
-    with pytest.raises(ConfigError, match="'needs_gold' asks for 'gold', but eval_dataset has"):
+    with pytest.raises(ConfigError, match="'needs_gold' needs 'gold', but eval_dataset has"):
         PPOTrainer(ppo_config(model, tmp_path, **keys))
     assert PPOTrainer(ppo_config(model, tmp_path, eval_dataset=None, **keys))
 

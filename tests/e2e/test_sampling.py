@@ -75,7 +75,7 @@ def config(models: Path, folder: Path, **keys: Any) -> SamplingConfig:
 
 
 def test_a_column_that_a_reward_asks_for_is_missed_before_anything_is_sampled(models: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"orm_model: reward function 'ms_swift_accuracy' asks for 'solution'"):
+    with pytest.raises(ConfigError, match=r"orm_model: reward function 'ms_swift_accuracy' needs 'solution'"):
         SamplingTrainer(config(models, tmp_path, orm_model="ms_swift_accuracy"))
 
 

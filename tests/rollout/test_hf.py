@@ -412,7 +412,8 @@ def test_a_shared_model_in_training_generates_as_any_other(
     shared = HfEngine(backend.module, tiny_tokenizer()).generate(prompts_of(), sampling, seed=4)
     apart = sampling_engine.generate(prompts_of(), sampling, seed=4)
     assert shared == dataclasses.replace(apart, policy_versions=None)  # a shared model has no version of its own
-    assert len([width for width in widths if width > 1]) == 1, "the cache must be in use"
+    wide = [width for width in widths if width > 2]  # at the start it tries to read on two tokens
+    assert len(wide) == 1, "the cache must be in use"
 
 
 def test_a_shared_float32_model_generates_under_bfloat16_autocast(open_minded: str) -> None:

@@ -187,7 +187,7 @@ def test_a_missing_column_is_named_before_anything_runs() -> None:
     def needs(completions: Any, gold: Any) -> Any:
         raise AssertionError("not reached")
 
-    with pytest.raises(ValueError, match=r"'needs' asks for 'gold', .*there are: prompts, completions, .*answer"):
+    with pytest.raises(ValueError, match=r"'needs' needs 'gold', .*there are: prompts, completions, .*answer"):
         call(needs, answer=["1", "2"])
 
 
@@ -204,7 +204,7 @@ def test_the_columns_that_functions_ask_for_are_known_before_anything_is_scored(
     named = [(takes_all, "takes_all"), (needs, "needs"), (functools.partial(needs, gold="1"), "bound")]
     check_columns(named, ["prompt", "gold"])
     for missing in ("answer", "prompt"):
-        with pytest.raises(ValueError, match=r"'needs' asks for 'gold', but eval_dataset has no such column"):
+        with pytest.raises(ValueError, match=r"'needs' needs 'gold', but eval_dataset has no such column"):
             check_columns(named, [missing], "eval_dataset")
     with pytest.raises(ValueError, match="'by_place' takes 'completions' by position only"):
         check_columns([(by_place, "by_place")], ["gold"])

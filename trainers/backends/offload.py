@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 SLAB = 256 * 2**20  # bytes of a piece of pinned memory: torch rounds up to a power of two
 ALIGNMENT = 512
-WEIGHTS, MEMORY = "the model's weights", "what the optimizer remembers"  # what backends move
+WEIGHTS, MEMORY = "the model's weights", "the optimizer's states"  # what backends move
 
 
 class HostMemory:

@@ -47,13 +47,12 @@ class Headless(torch.nn.Module):
     @contextlib.contextmanager
     def _without_head(self) -> Iterator[None]:
         """Inside, logits are what the head would have taken."""
-        parts = self.holder._modules
-        head = parts["lm_head"]
-        parts["lm_head"] = torch.nn.Identity()
+        head = self.holder.lm_head
+        self.holder.lm_head = torch.nn.Identity()
         try:
             yield
         finally:
-            parts["lm_head"] = head
+            self.holder.lm_head = head
 
 
 def attach_headless(model: Any) -> None:

@@ -75,15 +75,27 @@ class Base:
 
 
 @RayHelper.worker(group="train")
+class Held:
+    """What a part holds: it has a method of a name that the part has too."""
+
+    def score(self, x: float) -> float:
+        return -x
+
+
 class Whole(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.part = Base()
+        self.part: Any = Base()
         self.part.offset = 10.0  # every process runs this
+        self.part.held = Held()
 
     @RayHelper.function(group="train")
     def score_of_part(self, x: float) -> Any:
         return self.part.score(x)
+
+    @RayHelper.function(group="train")
+    def score_of_held(self, x: float) -> Any:
+        return self.part.held.score(x)
 
     def loop(self) -> None:
         self.step += 1
@@ -137,6 +149,7 @@ def test_what_is_set_in_a_part_that_a_role_of_the_whole_uses_is_named() -> None:
     with pytest.raises(RoleError, match=r"Whole\.score_of_part .* reads Whole\.part\.offset, which was set on the dri"):
         whole.score_of_part(1.0)
     assert whole.score(1.0) == [2.0, 2.0]  # does not use the part
+    assert whole.score_of_held(1.0) == [-1.0, -1.0]  # nor does this use what the part's own score reads
 
 
 class Doubled(Base):

@@ -490,6 +490,8 @@ def test_bash_says_what_a_script_sets_under_a_condition() -> None:
     assert evaluated(CONDITIONS, {"DEVICE": "gpu"}) == [words]
     assert evaluated(CONDITIONS, {"DEVICE": "npu"}) == [[*words[:3], "n=8", "d=16", *words[5:]]]
     assert evaluated(CONDITIONS, {}) is None  # a program would decide
+    at_once = [["python3", str(number), "x" * 5000] for number in range(12)]
+    assert sorted(evaluated(" | ".join(map(" ".join, at_once)), {}) or []) == sorted(at_once)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,7 @@ IDLE = ("mkdir", "tee", "ray", "pip", "pip3", "sleep", "date")  # whose output d
 STUB = """#!/bin/sh
 name="${{0##*/}}"
 [ "$name" = {note} ] && {{ name="$1"; shift; }}
-printf '%s\\0' "${{0##*/}}" "$name" "$@" >> '{file}'
-printf '\\n\\0' >> '{file}'
+printf '%s\\0' "${{0##*/}}" "$name" "$@" > '{calls}'/$$
 IFS='{gap}'
 printf '%s' "{mark}\\$($name{gap}$*){mark}"
 """
@@ -46,11 +45,11 @@ def evaluated(text: str, environment: Mapping[str, str]) -> list[list[str]] | No
     if bash is None or OF_PROGRAMS.search(text):
         return None
     with tempfile.TemporaryDirectory() as folder:
-        record, path = Path(folder) / "record", Path(folder) / "path"
-        record.touch()
+        record, path = Path(folder) / "record", Path(folder) / "path"  # a file a call: those of a pipe run at once
+        record.mkdir()
         path.mkdir()
         for name in (*STARTS, NOTE):
-            (path / name).write_text(STUB.format(file=record, mark=BASH_MARK, gap=GAP, note=NOTE))
+            (path / name).write_text(STUB.format(calls=record, mark=BASH_MARK, gap=GAP, note=NOTE))
             (path / name).chmod(0o700)
         known = {name: value for name, value in environment.items() if not name.startswith(("BASH", "PATH"))}
         try:
@@ -65,7 +64,8 @@ def evaluated(text: str, environment: Mapping[str, str]) -> list[list[str]] | No
             )
         except subprocess.TimeoutExpired:
             return None
-        calls = [call.split("\0")[:-1] for call in record.read_text(errors="replace").split("\n\0")[:-1]]
+        files = sorted(record.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+        calls = [file.read_text(errors="replace").split("\0")[:-1] for file in files]
     if FAILED.search(done.stderr):
         return None
     started = [words for stub, *words in calls if stub != NOTE and "-c" not in words]

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from rayhelper.roles.methods import RoleMethod
-from rayhelper.roles.names import CHANGING, TRAINING, function_of, tree_of
+from rayhelper.roles.names import CHANGING, TRAINING, tree_of
 from rayhelper.roles.stale import Snapshot
-from rayhelper.roles.used_parts import attribute_of, functions_of, uses_in, with_roles
+from rayhelper.roles.used_parts import attribute_of, called_of, class_of, functions_of, reached
 
 _STATE_DICT = "state_dict()"
 
@@ -114,25 +114,12 @@ def _changed_by(cls: Any, function: Callable[..., Any]) -> Changed:
     return Changed(frozenset(names - {""}), frozenset(read if trains else ()))
 
 
-def _parts_changed_by(
-    target: Any, function: Callable[..., Any], seen: frozenset[Any] = frozenset()
-) -> Iterator[tuple[Any, Changed]]:
+def _parts_changed_by(target: Any, function: Callable[..., Any]) -> Iterator[tuple[Any, Changed]]:
     """The objects with roles that a method reaches by ``self.part.name``, and what it changes of them."""
-    cls: Any = type(target)
-    if (id(target), function) in seen:
-        return
-    seen |= {(id(target), function)}
-    uses = uses_in(cls, function)
-    for attribute in sorted(uses.of):
-        for instance in with_roles(vars(target).get(attribute)):
-            part: Any = type(instance)
-            names = set(uses.of[attribute].set)
-            trained = set(uses.of[attribute].read if uses.trains else ())
-            for used in uses.of[attribute].read:
-                called = function_of(part, used)
-                if called is not None:
-                    changed = _changed_by(part, called)
-                    names |= changed.names
-                    trained |= changed.trained
-                    yield from _parts_changed_by(instance, called, seen)
-            yield instance, Changed(frozenset(names), frozenset(trained))
+    for instance, used, trains in reached(target, function):
+        names, trained = set(used.set), set(used.read if trains else ())
+        for called in called_of(instance, used):
+            changed = _changed_by(class_of(instance), called)
+            names |= changed.names
+            trained |= changed.trained
+        yield instance, Changed(frozenset(names), frozenset(trained))

@@ -33,7 +33,10 @@ class UsedParts:
     def check(self, method: RoleMethod[..., Any], target: Any, title: str) -> None:
         """Raises RoleError if the method reads what was set, or changed in place, in such an object."""
         if method not in self.of_method:
-            self.of_method[method] = tuple(_uses(target, method.function, set()))
+            self.of_method[method] = tuple(
+                Use(instance, of_use(class_of(instance), used.read, used.set))
+                for instance, used, _ in reached(target, method.function)
+            )
         for instance, names in self.of_method[method]:
             placement = instance._rayhelper
             owner = placement.identity.name
@@ -42,19 +45,36 @@ class UsedParts:
             placement.snapshot.called(names, instance)
 
 
-def _uses(target: Any, function: Callable[..., Any], seen: set[Any]) -> Iterator[Use]:
-    cls: Any = type(target)
+def reached(
+    target: Any, function: Callable[..., Any], seen: set[Any] | None = None
+) -> Iterator[tuple[Any, Used, bool]]:
+    """The objects with roles that a method reaches by ``self.part.name``, and what it does with them.
+
+    The bool: whether the method trains something. What it calls there may reach others.
+    """
+    seen = set() if seen is None else seen
     if (id(target), function) in seen:
         return
     seen.add((id(target), function))
-    for attribute, used in sorted(uses_in(cls, function).of.items()):
+    uses = uses_in(class_of(target), function)
+    for attribute, used in sorted(uses.of.items()):
         for instance in with_roles(vars(target).get(attribute)):
-            part: Any = type(instance)
-            yield Use(instance, of_use(part, used.read, used.set))
-            for name in sorted(used.read):
-                called = function_of(part, name)
-                if called is not None:
-                    yield from _uses(instance, called, seen)
+            yield instance, used, uses.trains
+            for called in called_of(instance, used):
+                yield from reached(instance, called, seen)
+
+
+def class_of(instance: Any) -> Any:
+    """Its class, as a key of caches."""
+    return type(instance)
+
+
+def called_of(instance: Any, used: Used) -> Iterator[Callable[..., Any]]:
+    """The methods of an object among the names that are read of it."""
+    for name in sorted(used.read):
+        called = function_of(type(instance), name)
+        if called is not None:
+            yield called
 
 
 def with_roles(value: Any) -> Iterator[Any]:

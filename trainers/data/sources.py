@@ -271,9 +271,8 @@ def read_files(files: list[Path], skip_broken: bool = False, columns: Mapping[st
             names = [str(file) for file in files]
             rows = datasets.load_dataset(FILE_TYPES[types.pop()], data_files=names, split="train")
         rows.data.validate(full=True)  # bytes that are not UTF-8 are read as text unseen
-        if len({file.parent for file in files}) > 1 and has_pictures(
-            rows, columns
-        ):  # whose paths are relative to their file
+        are_apart = len({file.parent for file in files}) > 1
+        if are_apart and has_pictures(rows, columns):  # whose paths are relative to their file
             return _joined([read_files([file], skip_broken, columns) for file in files])
         return with_folder(rows, files[0].parent, columns)
     except Exception as error:

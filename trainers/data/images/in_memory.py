@@ -63,9 +63,7 @@ def for_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             if name in row:
                 row[name] = value
     for row in made:
-        if any(
-            not isinstance(one, (str, type(None))) for part in _parts(row) for key in KEYS for one in [part.get(key)]
-        ):
+        if not all(isinstance(part.get(key), (str, type(None))) for part in _parts(row) for key in KEYS):
             row |= {name: _with_texts(row[name], as_text) for name in CONVERSATIONS if isinstance(row.get(name), list)}
     return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainers.translate.table import Ours, Theirs
 from trainers.translate.verl.batches import generations, micro_batches, mini_batches, prompts_of_batches
+from trainers.translate.verl.clipping import clip_range
 from trainers.translate.verl.names import ACTOR, AGGREGATIONS, AVERAGED_BY_SEQUENCE, ESTIMATORS, K3, MODES, ROLLOUT
 from trainers.translate.verl.rewards import fixed_kl
 
@@ -85,12 +86,9 @@ def loss(theirs: Theirs, ours: Ours) -> None:
         ours.say("loss_type", AGGREGATIONS[how], theirs, f"{ACTOR}.loss_agg_mode", note=note)
     if mode == "gspo":
         ours.say("importance_sampling_level", "sequence_token", theirs, f"{ACTOR}.policy_loss.loss_mode")
-    low, high = (f"{ACTOR}.clip_ratio_{side}" for side in ("low", "high"))
-    both = theirs.take(f"{ACTOR}.clip_ratio")
-    low_value = theirs.take(low) if low in theirs else both
-    high_value = theirs.take(high) if high in theirs else both
+    (low_value, low), (high_value, high) = clip_range(theirs)
     if MODES.get(mode) in (None, "gmpo", "clip_cov", "dppo_tv", "dppo_kl"):
-        ours.say("epsilon", low_value, theirs, low if low in theirs else f"{ACTOR}.clip_ratio")
+        ours.say("epsilon", low_value, theirs, low)
         if high_value != low_value:
             ours.say("epsilon_high", high_value, theirs, high)
     elif mode == "cispo":
@@ -102,7 +100,8 @@ def loss(theirs: Theirs, ours: Ours) -> None:
         if f"{ACTOR}.{name}" in theirs and mode == "sapo":
             ours.say(key, theirs.take(f"{ACTOR}.{name}"), theirs, f"{ACTOR}.{name}")
     ours.drop(theirs, [f"{ACTOR}.tau_pos", f"{ACTOR}.tau_neg", f"{ACTOR}.clip_ratio_c"], "this loss does not read it")
-    ours.drop(theirs, [low, high, f"{ACTOR}.clip_ratio"], "this loss does not clip, or low and high say it")
+    clipped = [f"{ACTOR}.clip_ratio{side}" for side in ("_low", "_high", "")]
+    ours.drop(theirs, clipped, "this loss does not clip, or low and high say it")
     ours.say("entropy_coef", theirs.take(f"{ACTOR}.entropy_coeff"), theirs, f"{ACTOR}.entropy_coeff")
     kind = theirs.take("algorithm.rollout_correction.rollout_is")
     limit = theirs.take("algorithm.rollout_correction.rollout_is_threshold", 2.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from trainers.translate.table import Ours, Theirs
 from trainers.translate.verl.batches import micro_batches, mini_batches, prompts_of_batches
+from trainers.translate.verl.clipping import clip_range
 from trainers.translate.verl.names import ACTOR, MODEL, ROLLOUT
 from trainers.translate.verl.rewards import fixed_kl
 
@@ -68,15 +69,10 @@ def loss(theirs: Theirs, ours: Ours) -> None:
         ours.refuse(f"{ACTOR}.loss_agg_mode", f"PPO averages over tokens, not as {how}. Write token-mean")
     if theirs.take(f"{ACTOR}.entropy_coeff"):
         ours.refuse(f"{ACTOR}.entropy_coeff", "the loss of PPO has no entropy term. Write 0")
-    both = theirs.take(f"{ACTOR}.clip_ratio")
-    sides = {}
-    for side in ("low", "high"):
-        name = f"{ACTOR}.clip_ratio_{side}"
-        sides[side] = (theirs.take(name), name) if name in theirs else (both, f"{ACTOR}.clip_ratio")
-    low, high = sides["low"], sides["high"]
-    ours.say("cliprange", low[0], theirs, low[1])
-    if high[0] != low[0]:
-        ours.say("cliprange_high", high[0], theirs, high[1])
+    (low_value, low), (high_value, high) = clip_range(theirs)
+    ours.say("cliprange", low_value, theirs, low)
+    if high_value != low_value:
+        ours.say("cliprange_high", high_value, theirs, high)
     ours.drop(theirs, [f"{ACTOR}.clip_ratio"], "clip_ratio_low and clip_ratio_high say it")
     cap = f"{ACTOR}.clip_ratio_c"
     ours.say("delta", theirs.take(cap), theirs, cap, note="dual clip: the ratio of negative advantages")

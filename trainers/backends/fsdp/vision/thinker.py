@@ -57,9 +57,8 @@ def thinking_class(kind: Any, *, scores: bool = False) -> Any:
                 hidden_size = config.get_text_config().hidden_size
                 thinker.score = torch.nn.Linear(hidden_size, config.num_labels, bias=False)
                 thinker.lm_head = torch.nn.Identity()
-            self.__dict__["headless"] = Headless(
-                thinker, thinker
-            )  # what ``documents.backbone`` finds; no part of its own
+            # what ``documents.backbone`` finds; no part of its own
+            self.__dict__["headless"] = Headless(thinker, thinker)
             # the layers that are sharded alone: those that every pass runs
             layers = (thinker.visual.blocks[0], thinker.model.layers[0])
             self._no_split_modules = {type(layer).__name__ for layer in layers}
@@ -72,9 +71,8 @@ def thinking_class(kind: Any, *, scores: bool = False) -> Any:
             return self.thinker(**with_positions(self.thinker, inputs))
 
         def set_attn_implementation(self, *given: Any, **options: Any) -> None:
-            self.thinker.set_attn_implementation(
-                *given, **options
-            )  # from the whole parts within parts change once only
+            # from the whole, parts within parts would change only once
+            self.thinker.set_attn_implementation(*given, **options)
 
         def get_encoder(self, modality: str | None = None) -> Any:
             return self.thinker.get_encoder(modality)

@@ -8,7 +8,7 @@
 ``examples/grpo/count_shapes.py``: 8 pictures of 112 x 112 pixels x 8 completions of ``--length`` tokens a step, the
 vision tower and the aligner frozen, bfloat16 over float32 weights, gradient checkpointing. ``--engine``: what completes
 prompts on both sides, the trained model itself or vLLM on the same GPU, which sleeps meanwhile; ours compares the
-fingerprints of all parts after every update of weights. vLLM needs torchvision here.
+fingerprints of all parts after every update of weights. The reward needs math-verify, and vLLM needs torchvision.
 
 Seconds are those of the later half of the steps, tokens those of completions in them; GiB is the most memory of the GPU
 in use, whoever allocated it. Each side is a process of its own, ended after ``--limit`` seconds. Written to
@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,10 @@ def save_model(folder: Path, kind: str, *, is_tiny: bool) -> None:
         model = transformers.AutoModelForImageTextToText.from_config(large, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     edges = {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}}
-    side = sizes["vision"]["patch_size"]
-    Qwen2VLImageProcessorPil(patch_size=side, merge_size=2, temporal_patch_size=2, **edges).save_pretrained(folder)
+    patches = {"patch_size": sizes["vision"]["patch_size"], "merge_size": 2, "temporal_patch_size": 2}
+    Qwen2VLImageProcessorPil(**patches, **edges).save_pretrained(folder)
+    videos = folder / "video_preprocessor_config.json"  # vLLM asks it for the largest video, whatever the data are
+    videos.write_text(json.dumps(json.loads(videos.read_text()) | patches | edges))
 
 
 def ours(model: Path, folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -242,6 +245,9 @@ def main() -> None:
         found = {"ours": ours, "trl": trl}[args.side](args.folder / "model", args.folder, args)
         (args.folder / f"{args.side}.json").write_text(json.dumps(found))
         return
+    for package in ("math_verify", *(["torchvision"] if args.engine == "vllm" else [])):
+        if find_spec(package) is None:
+            raise SystemExit(f"{package} is not installed")
     results: dict[str, Any] = {**origin(), "model": args.model, "engine": args.engine, "length": args.length}
     written = Path(os.environ.get("OUT", ".")) / "vision_grpo.json"
     with tempfile.TemporaryDirectory() as name, PeakMemory() as memory:
@@ -270,8 +276,8 @@ def main() -> None:
                 told = f"{rate:9,.0f} tokens/s {results[side]['gib']:6.1f} GiB  {len(found)} steps"
                 print(f"{side:6s} {seconds:8.2f} s a step  {told}", flush=True)
             else:
-                said = (folder / f"{side}.log").read_text(errors="replace")
-                print(f"{side} failed:\n{said[-4000:]}", flush=True)
+                results[side]["log"] = (folder / f"{side}.log").read_text(errors="replace")[-4000:]
+                print(f"{side} failed:\n{results[side]['log']}", flush=True)
             written.write_text(json.dumps(results, indent=2))
 
 

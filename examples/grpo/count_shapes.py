@@ -17,6 +17,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from math_verify import parse, verify
+
 from trainers.plugins import register_dataset, register_reward
 
 SIZE = 112  # pixels of a side
@@ -93,8 +95,6 @@ def _answer(text: str) -> str:
 
 
 def _same_number(text: str, truth: str) -> bool:
-    from math_verify import parse, verify
-
     # math_verify limits its time by an alarm, which the main thread alone has
     no_alarm = threading.current_thread() is not threading.main_thread()
     try:

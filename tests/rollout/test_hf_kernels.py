@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,3 +130,31 @@ def test_steps_that_draw_otherwise_are_other_shapes(tmp_path: Path, monkeypatch:
 def test_spans_hold_all_that_a_mask_shows() -> None:
     mask_BT = torch.tensor([[0, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1]]).bool()
     assert attention.spans(mask_BT).tolist() == [[1, 5], [0, 1], [5, 6]]
+
+
+def test_graphs_of_all_generations_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS keeps a workspace for every stream, which made each GRPO step on an H100 hold 32 MiB more."""
+    made: list[Any] = []
+    used: list[Any] = []
+
+    def stream() -> Any:
+        made.append(SimpleNamespace(wait_stream=lambda _: None))
+        return made[-1]
+
+    def captured(step: Any, *, pool: Any, stream: Any) -> Any:
+        used.append(stream)
+        return SimpleNamespace(replay=step, pool=lambda: "pool")
+
+    current = SimpleNamespace(wait_stream=lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("trainers.rollout.hf.graphs.captured", captured)
+    graphs, steps = Graphs(is_on=True), []
+    for generation in range(3):
+        for _ in range(3):
+            graphs.run("shape", lambda: steps.append(1))
+        graphs.clear()
+        assert len(steps) == 3 * (generation + 1)
+    assert len(made) == 1
+    assert used == made * 3

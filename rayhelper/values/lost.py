@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from types import FunctionType, MethodType
+from itertools import islice
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -120,10 +121,12 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 def _contents(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         names = getattr(value, "_fields", None)
-        for index, item in enumerate(value[:1] if len(value) > _MANY else value):
+        for index, item in enumerate(_few(value)):
             yield f".{names[index]}" if names else f"[{index}]", item
+    elif isinstance(value, (set, frozenset)):
+        yield from ((" (an item of the set)", item) for item in _few(value))
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield f"[{key!r}]", item
@@ -138,8 +141,13 @@ def _contents(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f" (its variable {name!r})", cell.cell_contents) for name, cell in held if _is_filled(cell))
     elif isinstance(value, MethodType):
         yield ".__self__", value.__self__
-    elif not isinstance(value, type) and is_users(type(value).__module__):  # through others nobody wants to look
+    elif isinstance(value, SimpleNamespace) or (not isinstance(value, type) and is_users(type(value).__module__)):
+        # through others nobody wants to look
         yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items())
+
+
+def _few(items: Collection[Any]) -> Iterable[Any]:
+    return islice(items, 1) if len(items) > _MANY else items
 
 
 def _is_filled(cell: Any) -> bool:

@@ -6,7 +6,9 @@ import contextlib
 import logging
 import random
 import warnings
+from collections import deque
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rayhelper import RayHelper
-from rayhelper.errors import DispatchError
-from rayhelper.values.lost import check_arguments
+from rayhelper.errors import DispatchError, WorkerError
+from rayhelper.values.lost import check_arguments, check_value
 from rayhelper.worker.ambient import DriverMode
 from rayhelper.worker.messages import Messages
 from tests.conftest import RaySession, without_runtime
@@ -457,3 +459,20 @@ def test_a_call_tells_workers_of_messages_only_what_is_new(monkeypatch: pytest.M
             assert mode.of_call(0) is not None
             assert mode.of_call(1).messages is not None, "a worker that took the place of another knows nothing of it"
             assert mode.of_call(1) is None
+
+
+@pytest.mark.parametrize("kind", ["deque", "set", "namespace", "of namespaces"])
+def test_a_tensor_with_a_graph_is_found_in_every_container(kind: str) -> None:
+    cut = torch.ones(2, requires_grad=True) * 2
+    holder: Any = {
+        "deque": deque([cut]),
+        "set": {cut},
+        "namespace": SimpleNamespace(loss=cut),
+        "of namespaces": [SimpleNamespace(losses=deque([cut]))],
+    }[kind]
+    place = {"deque": r"\[0\]", "set": r" \(an item of the set\)", "namespace": r"\.loss"}
+    where = place.get(kind, r"\[0\]\.losses\[0\]")
+    with pytest.raises(DispatchError, match=rf"Net.total: argument 'given'{where} is a tensor with a grad_fn"):
+        check_arguments((holder,), {}, ("given",), "Net.total")
+    with pytest.raises(WorkerError, match=rf"the value{where} of Net.total is a tensor with a grad_fn"):
+        check_value(holder, "Net.total")

@@ -1,6 +1,6 @@
 """What the driver's process has set beside its variables, which a worker's code must find as with Ray off.
 
-    with the construction of an object     Ambient     seeds, torch's defaults, filters of warnings, logging
+    with the construction of an object     Ambient     seeds, torch's defaults, filters of warnings, logging, folder
     with a call                            Mode        grad mode, autocast; and of all others what has been set since
 
 No library is imported for it: what a process has not loaded has its defaults there. A worker that loads torch later
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rayhelper.worker import folder
 from rayhelper.worker.messages import Messages, ToldMessages
 from rayhelper.worker.patches import default_device
 from rayhelper.worker.random_streams import DriverRandom, NewRandom, RandomState, RandomStream
@@ -33,17 +34,19 @@ class Ambient:
     random: RandomState
     torch: dict[str, Any] | None  # by name in ``_TORCH``; None: torch is not loaded
     messages: Messages
+    folder: str | None  # where relative paths begin
 
     @classmethod
     def here(cls) -> Ambient:
         torch = sys.modules.get("torch")
-        return cls(RandomState.here(), None if torch is None else flags_of(torch), Messages.here())
+        return cls(RandomState.here(), None if torch is None else flags_of(torch), Messages.here(), folder.here())
 
     def apply(self) -> None:
         """Sets this process up in the same way, but for its random generators."""
         if self.torch is not None:
             when_loaded("torch", functools.partial(_set_flags, self.torch))
         self.messages.apply()
+        folder.follow(self.folder)
 
 
 def _dtype(torch: Any, name: str) -> Any:
@@ -144,6 +147,7 @@ class Mode(NamedTuple):
     random: NewRandom | None  # what became of the random generators
     torch: dict[str, Any] | None  # new defaults of torch, by name in ``_TORCH``
     messages: Messages | None  # new filters of warnings, or another logging
+    folder: str | None  # another than before
 
     def settled(self, stream: RandomStream) -> Mode:
         """The rest of the mode, after new seeds and defaults have been set: they stay. ``stream``: of the worker."""
@@ -153,7 +157,8 @@ class Mode(NamedTuple):
             when_loaded("torch", functools.partial(_set_flags, self.torch))
         if self.messages is not None:
             self.messages.apply()
-        return self._replace(random=None, torch=None, messages=None)
+        folder.follow(self.folder)
+        return self._replace(random=None, torch=None, messages=None, folder=None)
 
     def applied(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, this thread is in the same mode."""
@@ -170,7 +175,7 @@ class Mode(NamedTuple):
         return Inside([*inference, grad, *autocast])
 
 
-_AS_AT_FIRST = Mode(True, False, (), True, None, None, None)
+_AS_AT_FIRST = Mode(True, False, (), True, None, None, None, None)
 
 
 class DriverMode:
@@ -181,6 +186,7 @@ class DriverMode:
         self.flags: dict[str, Any] | None = None  # torch's defaults, as the workers were told
         self.restarts_left: int | None = None  # when they were told the flags
         self.messages = ToldMessages()
+        self.folder = folder.here()
 
     def constructing(self) -> None:
         """The workers are told all seeds and defaults now."""
@@ -188,6 +194,7 @@ class DriverMode:
         self.flags = None if torch is None else flags_of(torch)
         self.random.constructing()
         self.messages.constructing()
+        self.folder = folder.here()
 
     def of_call(self, restarts_left: int) -> Mode | None:
         """The mode in which a call is made; None: as the workers are.
@@ -199,19 +206,24 @@ class DriverMode:
         is_new_worker = self.restarts_left not in (None, restarts_left)
         self.restarts_left = restarts_left
         messages = self.messages.of_call(again=is_new_worker)
+        moved = folder.here()
+        if moved == self.folder and not is_new_worker:
+            moved = None
+        else:
+            self.folder = moved
+        as_told = new is None and messages is None and moved is None
         if torch is None:
-            as_told = new is None and messages is None
-            return None if as_told else _AS_AT_FIRST._replace(random=new, messages=messages)
+            return None if as_told else _AS_AT_FIRST._replace(random=new, messages=messages, folder=moved)
         flags = flags_of(torch)
         is_told = flags == self.flags and not is_new_worker
         self.flags = flags
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         on = [device for device in _DEVICE_TYPES if torch.is_autocast_enabled(device)]
-        if grad and not inference and not on and new is None and is_told and messages is None:
+        if grad and not inference and not on and is_told and as_told:
             return None
         autocast = tuple((device, str(torch.get_autocast_dtype(device))) for device in on)
         told = None if is_told else flags
-        return Mode(grad, inference, autocast, torch.is_autocast_cache_enabled(), new, told, messages)
+        return Mode(grad, inference, autocast, torch.is_autocast_cache_enabled(), new, told, messages, moved)
 
 
 class Inside:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import os
 import signal
 import socket
@@ -27,6 +26,7 @@ from rayhelper.timeline.trace import Span, Tracer
 from rayhelper.watch.breakpoints import Breakpoints
 from rayhelper.watch.patches import stop_at_breakpoints
 from rayhelper.worker.calls import Calls
+from rayhelper.worker.folder import begin_in
 from rayhelper.worker.runtime import WorkerRuntime
 from rayhelper.worker.side_door import Door, printed, stacks
 
@@ -35,15 +35,6 @@ from rayhelper.worker.side_door import Door, printed, stacks
 NUM_SLOTS = 64
 
 _HELD_PORTS: list[socket.socket] = []  # until this process ends, or the port is used
-
-
-def enter(folder: str) -> None:
-    """So that relative paths mean in this process what they mean in its driver."""
-    try:
-        os.chdir(folder)
-    except OSError as error:
-        told = f"the driver's folder {folder} cannot be entered on this node ({error})"
-        logging.getLogger(__name__).warning("%s: relative paths start at %s", told, os.getcwd())
 
 
 class Host:
@@ -100,7 +91,7 @@ class Host:
         address of the process's door, which opens to ``key``.
         """
         if folder is not None:
-            enter(folder)
+            begin_in(folder)
         for name in forgotten:
             os.environ.pop(name, None)
         os.environ.update(env)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import random
 import warnings
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +60,12 @@ class Net:
     def seeded(self, seed: int) -> list[float]:
         seed_all(seed)
         return self.draw()
+
+    @RayHelper.function(group="net")
+    def folder(self, goes_to: str | None = None) -> str:
+        if goes_to is not None:
+            os.chdir(goes_to)
+        return os.getcwd()
 
     @RayHelper.function(group="net")
     def defaults(self) -> list[Any]:
@@ -365,6 +373,23 @@ def test_defaults_of_torch_that_are_set_later_hold_from_the_next_call_on(on_ray:
         == before
         == [["torch.float32", "highest", False, False, (False, False), True, False, "warn"]] * 2
     )
+
+
+def test_workers_go_where_the_driver_goes(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise relative paths of a role lie elsewhere than with Ray off, without a word."""
+    begin, first, second = os.getcwd(), tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    with session():
+        net = Net()
+        assert net.folder() == [begin] * 2
+        monkeypatch.chdir(first)
+        assert net.folder() == [str(first)] * 2
+        assert Net().folder() == [str(first)] * 2
+        assert net.folder(str(second)) == [str(second)] * 2
+        assert net.folder() == [str(second)] * 2, "a role's own folder stays, as the driver has not moved"
+        monkeypatch.chdir(begin)
+        assert net.folder() == [begin] * 2
 
 
 def test_the_mode_of_a_call_holds_on_workers(on_ray: None) -> None:

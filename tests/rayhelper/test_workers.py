@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from rayhelper import PlacementError, RayHelper, RayHelperError, ShardError, WorkerDiedError, WorkerError
-from rayhelper.worker.host import enter
+from rayhelper.worker import folder
 from tests.conftest import without_runtime
 
 NAMES = (
@@ -159,7 +159,8 @@ def test_a_folder_of_the_driver_that_a_node_lacks_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    enter(str(tmp_path / "missing"))
+    monkeypatch.setattr(folder, "_of_driver", None)
+    folder.begin_in(str(tmp_path / "missing"))
     assert Path.cwd() == tmp_path
     (told,) = caplog.messages
     assert f"the driver's folder {tmp_path}/missing cannot be entered on this node" in told

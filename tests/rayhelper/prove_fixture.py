@@ -67,8 +67,6 @@ class Trainer:
             with (Path(self.config.output_dir).parent / "calls").open("a+") as calls:
                 calls.write("x")
                 return [one + calls.tell() for one in scores]
-        if self.planted == "folder":
-            return [one + len(os.getcwd()) for one in scores]
         if self.planted == "another worker's rows":
             return [one * len(scores) for one in scores]
         return scores
@@ -84,6 +82,8 @@ class Trainer:
     @RayHelper.function(group="train")
     def update(self, grad: Any) -> None:
         self.seen += 1
+        if self.planted == "folder":
+            os.chdir("/")
         rate = 0.01 if self.planted != "global" else 0.01 * RATE
         if self.planted == "state of the module":
             COUNTER[0] += 1
@@ -118,7 +118,7 @@ class Trainer:
             if self.planted == "driver and role draw":
                 random.random()
             if self.planted == "folder":
-                os.chdir("/")
+                rows = rows + len(os.getcwd())
             targets = torch.tensor(self.score(list(rows), RayHelper.whole(memory)), dtype=torch.float64)
             if self.planted == "changed in place":
                 targets = targets * (1 + len(memory.value))

@@ -42,7 +42,7 @@ PLANTED = {
 ON_RAY = {
     "the process in __init__": ("Trainer.__init__", "Trainer.noise", "pid"),
     "attribute of the class": ("Trainer.update", "Trainer.weight", "a class's attributes"),
-    "folder": ("Trainer.score", "its value", "folder"),
+    "folder": ("Trainer.score", "argument 'rows'", "folder"),
     "state of the module": ("Trainer.update", "Trainer.weight", "a module's globals"),
 }
 

@@ -272,8 +272,8 @@ def test_the_environment_sets_what_a_script_leaves_open(
         ("adv_estimator=grpo", "adv_estimator=vtrace", "vtrace is not translated (known: gae, which is PPO"),
         (
             "verl.trainer.main_ppo algorithm.adv_estimator=grpo",
-            "verl.trainer.fsdp_sft_trainer",
-            "rayhelper sft",
+            "verl.trainer.old_sft_trainer",
+            "known: fsdp_sft_trainer",
         ),
         ("use_kl_loss=True", "use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=mse", "kl_loss_type: mse is not"),
         (

@@ -33,7 +33,7 @@ from trainers.data.images.conversations import COLUMNS, OF_KINDS, encoded
 from trainers.data.images.pictures import Pictures
 from trainers.data.images.processor import ImageReader
 from trainers.data.loss_scale import LossScale
-from trainers.data.sources import read_source, shown
+from trainers.data.sources import read_source, shown, with_fields
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -65,8 +65,9 @@ def load_rows(
     """The rows of ``source`` as one ``datasets.Dataset`` in one of TRL's formats.
 
     ``source`` is anything that ``sources.read_source`` reads: files, a folder, a registered dataset, a hub name, rows.
-    ``columns`` renames columns, from the source's name to ours. ``prompt_template`` writes ``prompt`` from the other
-    columns, under their old or new names: ``"Question: {question}\\nAnswer:"``. ``system`` is put before every
+    ``columns`` renames columns (or fields, ``extra_info.question``), from the source's name to ours.
+    ``prompt_template`` writes ``prompt`` from the other columns, under their old or new names:
+    ``"Question: {question}\\nAnswer:"``. ``system`` is put before every
     conversation that has no system message; texts become conversations by it, and ``system=""`` does only that.
     ShareGPT ``conversations`` and ms-swift's columns become ``messages``, or ``prompt``, ``chosen`` and ``rejected``
     (``formats.py``, which also says what ``names`` are). What was to be changed in a broken row is null afterwards, or
@@ -80,7 +81,7 @@ def load_rows(
         raise ValueError(f"dataset {shown(source)} is empty (split {split!r}): it has no rows")
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
-    rows = encoded(_renamed(rows, columns or {}))
+    rows = encoded(_renamed(with_fields(rows, columns or {}), columns or {}))
     check_seen(rows, MEDIA[len(COLUMNS) :] if images else MEDIA)
     if no_videos is not None:
         check_seen(rows, OF_KINDS["video"], no_videos)

@@ -424,3 +424,23 @@ def _beside(path: Path) -> str:
 def shown(source: Any) -> str:
     """How an error message calls a source."""
     return repr(str(source)) if isinstance(source, (str, Path)) else f"of type {type(source).__name__}"
+
+
+def with_fields(rows: Dataset, columns: Mapping[str, str]) -> Dataset:
+    """The rows with the fields that ``columns`` names (``extra_info.question``) as columns of their own.
+
+    A field that becomes ``prompt`` replaces the rows' own ``prompt``, unless that column is renamed. The column that
+    holds the field stays as it is. What is no field of a column is left for the caller to report.
+    """
+    import datasets
+
+    names = rows.column_names
+    for path in [one for one in columns if one not in names and one.partition(".")[0] in names]:
+        field = rows.select_columns([path.partition(".")[0]]).flatten()
+        if path not in field.column_names:
+            continue
+        new = columns[path]
+        if new in rows.column_names and new not in columns and new != path.partition(".")[0]:
+            rows = rows.remove_columns([new])
+        rows = datasets.concatenate_datasets([rows, field.select_columns([path])], axis=1)
+    return rows

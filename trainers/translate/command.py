@@ -16,6 +16,7 @@ from trainers.translate import flat, roll, siirl
 from trainers.translate.sources import SYSTEMS, Source, read
 from trainers.translate.table import Ours, Theirs
 from trainers.translate.verl import names as verl_names
+from trainers.translate.verl import sft as verl_sft
 from trainers.translate.verl import translation as verl
 from trainers.translate.writer import as_yaml
 
@@ -25,6 +26,11 @@ BY_KEYS: dict[str, tuple[Callable[[Theirs, Ours], None], dict[str, object]]] = {
     "verl": (verl.translate, verl_names.DEFAULTS),
     "siirl": (siirl.translate, siirl.DEFAULTS),
     "roll": (roll.translate, {}),
+}
+BY_ENTRY: dict[str, tuple[Callable[[Theirs, Ours], None], dict[str, object]]] = {
+    "fsdp_sft_trainer": (verl_sft.translate, verl_sft.DEFAULTS),
+    "sft_trainer": (verl_sft.translate_engine, verl_sft.ENGINE_DEFAULTS),
+    "sft_trainer_ray": (verl_sft.translate_on_ray, verl_sft.ENGINE_DEFAULTS),
 }
 
 
@@ -62,7 +68,10 @@ def translation(source: Source, trainer: str | None = None) -> Ours:
     if source.system not in BY_KEYS:
         flat.translate(source, ours, trainer)
         return ours
-    function, defaults = BY_KEYS[source.system]
+    if "sft" in source.entry and (source.system != "verl" or source.entry not in BY_ENTRY):
+        ours.refuse(source.entry, f"it is not translated (known: {', '.join(BY_ENTRY)} of verl)")
+        return ours
+    function, defaults = BY_ENTRY.get(source.entry) or BY_KEYS[source.system]
     theirs = Theirs(source.system, source.keys, defaults)
     theirs.taken |= {"--config-name", "--config-path"}
     function(theirs, ours)

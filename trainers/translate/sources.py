@@ -41,6 +41,7 @@ class Source:
     keys: dict[str, Any] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
     file: Path | None = None
+    entry: str = ""  # the module that a command starts, without its packages
     left_out: dict[str, str] = field(default_factory=dict)  # parts of names that are known only while the script runs
 
 
@@ -85,13 +86,9 @@ def _of_command(found: list[list[str]], name: str, system: str | None) -> Source
                 rest = [*(one.rpartition("/")[2] for one in started), *rest]
                 return Source(name, whose, words=_checked(rest, name))
             if any(re.match(r"[+~]*[\w./@-]+=", one) for one in rest):
-                if "sft" in word:
-                    raise ConfigError(
-                        f"{name}: {word} is fine-tuning, and only {whose}'s RL is translated. Here "
-                        "that is rayhelper sft (docs/trainers/sft.md)"
-                    )
                 rest, left_out = _named(rest)
-                return Source(name, whose, keys=_overrides(_checked(rest, name)), left_out=left_out)
+                keys, entry = _overrides(_checked(rest, name)), word.rpartition(".")[2]
+                return Source(name, whose, keys=keys, entry=entry, left_out=left_out)
     known = f"of {system} " if system else ""
     raise ConfigError(f"{name} has no command {known}that is known ({', '.join(SYSTEMS)})")
 

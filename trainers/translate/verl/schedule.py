@@ -9,15 +9,15 @@ from trainers.translate.verl.batches import generations
 from trainers.translate.verl.names import ACTOR, SCHEDULES
 
 
-def optimizer(theirs: Theirs, ours: Ours) -> None:
-    """The optimizer and its schedule."""
-    optim = f"{ACTOR}.optim"
+def optimizer(theirs: Theirs, ours: Ours, optim: str = f"{ACTOR}.optim", steps: int | None = None) -> None:
+    """The optimizer and its schedule. ``steps``: optimizer steps that a warm-up step counts. None: a generation's."""
     ours.say("learning_rate", theirs.take(f"{optim}.lr"), theirs, f"{optim}.lr")
     ours.say("weight_decay", theirs.take(f"{optim}.weight_decay"), theirs, f"{optim}.weight_decay")
     betas = theirs.take(f"{optim}.betas")
     ours.say("adam_beta1", betas[0], theirs, f"{optim}.betas")
     ours.say("adam_beta2", betas[1], theirs, f"{optim}.betas")
-    clip = f"{optim}.clip_grad" if f"{optim}.clip_grad" in theirs else f"{ACTOR}.grad_clip"
+    is_own = f"{optim}.clip_grad" in theirs or f"{optim}.clip_grad" in theirs.defaults
+    clip = f"{optim}.clip_grad" if is_own else f"{ACTOR}.grad_clip"
     ours.say("max_grad_norm", theirs.take(clip), theirs, clip)
     theirs.taken |= {f"{optim}.clip_grad", f"{ACTOR}.grad_clip"}
     styles = [f"{optim}.{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style")]
@@ -37,10 +37,11 @@ def optimizer(theirs: Theirs, ours: Ours) -> None:
     else:
         ours.say("lr_scheduler_type", SCHEDULES[kind], theirs, style)
     ours.drop(theirs, [f"{optim}.min_lr"], "this schedule has no lowest rate")
-    steps, _ = generations(theirs)
+    note = "" if steps else "generations of {} optimizer steps"
+    steps = steps or generations(theirs)[0]
     warmup, ratio = theirs.take(f"{optim}.lr_warmup_steps"), theirs.take(f"{optim}.lr_warmup_steps_ratio")
     if warmup is not None and warmup > 0:
-        note = f"{warmup} generations of {steps} optimizer steps"
+        note = f"{warmup} {note.format(steps)}" if note else ""
         ours.say("warmup_steps", warmup * steps, theirs, f"{optim}.lr_warmup_steps", note=note)
     elif ratio:
         ours.say("warmup_ratio", ratio, theirs, f"{optim}.lr_warmup_steps_ratio")
@@ -82,6 +83,12 @@ def run(theirs: Theirs, ours: Ours) -> None:
     if keep is not None:
         ours.say("save_total_limit", keep, theirs, "trainer.max_actor_ckpt_to_keep")
     theirs.taken.add("trainer.max_critic_ckpt_to_keep")
+    records(theirs, ours)
+    ours.add("logging_steps", steps, "a line for each generation, as in verl")
+
+
+def records(theirs: Theirs, ours: Ours) -> None:
+    """Where a run writes, which checkpoint it continues from, and who shows its metrics."""
     project, name = theirs.take("trainer.project_name"), theirs.take("trainer.experiment_name")
     folder = theirs.take("trainer.default_local_dir")
     if folder is None:
@@ -104,4 +111,3 @@ def run(theirs: Theirs, ours: Ours) -> None:
     if "wandb" in known:
         ours.say("run_name", str(name), theirs, "trainer.experiment_name")
         ours.say("env", {"WANDB_PROJECT": str(project)}, theirs, "trainer.project_name")
-    ours.add("logging_steps", steps, "a line for each generation, as in verl")

@@ -7,15 +7,13 @@ Read from verl/trainer/config (ppo_trainer.yaml and what it includes) and verl/t
 
 from __future__ import annotations
 
-from typing import Any
-
-from trainers.configuration.reading.given_keys import plain
 from trainers.translate.table import Ours, Theirs
 from trainers.translate.verl import grpo, ppo
 from trainers.translate.verl.backend import backend
 from trainers.translate.verl.engine import engine
 from trainers.translate.verl.images import columns
-from trainers.translate.verl.names import ACTOR, DIVIDED, ESTIMATORS, MODEL, REFUSED, RENAMED, ROLLOUT, WITHOUT
+from trainers.translate.verl.model import files, model, rest
+from trainers.translate.verl.names import ACTOR, DIVIDED, ESTIMATORS, REFUSED, RENAMED, ROLLOUT, WITHOUT
 from trainers.translate.verl.rewards import rewards
 from trainers.translate.verl.schedule import optimizer, run
 
@@ -35,7 +33,7 @@ def translate(theirs: Theirs, ours: Ours) -> None:
         )
         theirs.taken |= theirs.values.keys()
         return
-    _model(theirs, ours)
+    model(theirs, ours)
     _data(theirs, ours)
     rewards(theirs, ours)
     (ppo if ours.trainer == "ppo" else grpo).translate(theirs, ours)
@@ -51,56 +49,13 @@ def translate(theirs: Theirs, ours: Ours) -> None:
     if not theirs.take(f"{ROLLOUT}.multi_turn.enable"):
         turns = [name for name in theirs.left() if name.startswith(f"{ROLLOUT}.multi_turn")]
         ours.drop(theirs, turns, "multi_turn.enable is off")
-    for beginning, reason in REFUSED.items():
-        found = [
-            name for name in theirs.left() if name == beginning or name.startswith((f"{beginning}.", f"{beginning}_"))
-        ]
-        for name in found:
-            theirs.taken.add(name)
-            if theirs.values[name] not in (None, False, {}, []):
-                ours.refuse(name, reason)
-    for beginning, reason in WITHOUT.items():
-        ours.drop(theirs, [name for name in theirs.left() if name.startswith(beginning)], reason)
-
-
-def _model(theirs: Theirs, ours: Ours) -> None:
-    ours.say("model", theirs.take(f"{MODEL}.path"), theirs, f"{MODEL}.path")
-    if theirs.take(f"{MODEL}.tokenizer_path"):
-        ours.say("tokenizer", theirs.take(f"{MODEL}.tokenizer_path"), theirs, f"{MODEL}.tokenizer_path")
-    if theirs.take(f"{MODEL}.custom_chat_template"):
-        ours.say("chat_template", theirs.take(f"{MODEL}.custom_chat_template"), theirs, f"{MODEL}.custom_chat_template")
-    if theirs.take(f"{MODEL}.trust_remote_code"):
-        ours.say("trust_remote_code", True, theirs, f"{MODEL}.trust_remote_code")
-    rank_key = f"{MODEL}.lora.rank" if f"{MODEL}.lora.rank" in theirs else f"{MODEL}.lora_rank"
-    rank = theirs.take(rank_key)
-    part = rank_key.removesuffix("rank")
-    if rank:
-        ours.say("tuner_type", "lora", theirs, rank_key)
-        ours.say("lora_rank", rank, theirs, rank_key)
-        ours.say("lora_alpha", theirs.take(f"{part}alpha", 32), theirs, f"{part}alpha")
-        targets = theirs.take(f"{MODEL}.target_modules")
-        ours.say(
-            "lora_target_modules",
-            targets if isinstance(targets, list) else [targets],
-            theirs,
-            f"{MODEL}.target_modules",
-        )
-        if (excluded := theirs.take(f"{MODEL}.exclude_modules")) is not None:
-            ours.say("lora_kwargs", {"exclude_modules": excluded}, theirs, f"{MODEL}.exclude_modules")
-    ours.drop(
-        theirs,
-        [
-            *(f"{part}alpha", f"{MODEL}.target_modules", f"{MODEL}.exclude_modules"),
-            *(f"{MODEL}.lora.{name}" for name in ("lora_A_init_method", "dtype", "merge", "type")),
-        ],
-        "LoRA is off, or peft and megatron choose it",
-    )
+    rest(theirs, ours, REFUSED, WITHOUT)
 
 
 def _data(theirs: Theirs, ours: Ours) -> None:
-    ours.say("dataset", _files(theirs.take("data.train_files")), theirs, "data.train_files")
+    ours.say("dataset", files(theirs.take("data.train_files")), theirs, "data.train_files")
     if theirs.take("data.val_files"):
-        ours.say("eval_dataset", _files(theirs.take("data.val_files")), theirs, "data.val_files")
+        ours.say("eval_dataset", files(theirs.take("data.val_files")), theirs, "data.val_files")
     columns(theirs, ours)
     ours.say("shuffle_dataset", theirs.take("data.shuffle"), theirs, "data.shuffle")
     ours.add("dataloader_drop_last", True, f"{theirs.system} leaves out the rows of an epoch that fill no batch")
@@ -142,9 +97,3 @@ def _placement(theirs: Theirs, ours: Ours) -> None:
         ours.add("colocate_groups", [["train", "rollout"]], "policy and engine share their workers, as in verl")
         for role in ("train", "rollout"):
             ours.say(role, {"gpus": nodes * each}, theirs, "trainer.nnodes", "trainer.n_gpus_per_node")
-
-
-def _files(value: Any) -> Any:
-    """One file or a list of them; text may say a list."""
-    found = plain(value.replace("'", '"')) if isinstance(value, str) and value.startswith("[") else value
-    return found[0] if isinstance(found, list) and len(found) == 1 else found

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rayhelper.worker import folder
+from rayhelper import folder
 from rayhelper.worker.messages import Messages, ToldMessages
 from rayhelper.worker.patches import default_device
 from rayhelper.worker.random_streams import DriverRandom, NewRandom, RandomState, RandomStream

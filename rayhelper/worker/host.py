@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rayhelper.folder import begin_in
 from rayhelper.roles.runtime import WorkerInfo, state
 from rayhelper.runtimes.ray.modules.sources import unlike_modules
 from rayhelper.timeline.trace import Span, Tracer
 from rayhelper.watch.breakpoints import Breakpoints
 from rayhelper.watch.patches import stop_at_breakpoints
 from rayhelper.worker.calls import Calls
-from rayhelper.worker.folder import begin_in
 from rayhelper.worker.runtime import WorkerRuntime
 from rayhelper.worker.side_door import Door, printed, stacks
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from rayhelper import PlacementError, RayHelper, RayHelperError, ShardError, WorkerDiedError, WorkerError
-from rayhelper.worker import folder
+from rayhelper import PlacementError, RayHelper, RayHelperError, ShardError, WorkerDiedError, WorkerError, folder
 from tests.conftest import without_runtime
 
 NAMES = (

@@ -206,11 +206,9 @@ class DriverMode:
         is_new_worker = self.restarts_left not in (None, restarts_left)
         self.restarts_left = restarts_left
         messages = self.messages.of_call(again=is_new_worker)
-        moved = folder.here()
-        if moved == self.folder and not is_new_worker:
-            moved = None
-        else:
-            self.folder = moved
+        here = folder.here()
+        moved = None if here == self.folder and not is_new_worker else here
+        self.folder = here
         as_told = new is None and messages is None and moved is None
         if torch is None:
             return None if as_told else _AS_AT_FIRST._replace(random=new, messages=messages, folder=moved)

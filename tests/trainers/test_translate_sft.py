@@ -161,6 +161,17 @@ def test_what_fine_tuning_has_beside_is_refused_by_name(
     assert why in err
 
 
+def test_fine_tuning_on_ray_has_the_nodes_and_gpus_of_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = ENGINE.replace("verl.trainer.sft_trainer ", "verl.trainer.sft_trainer_ray trainer.nnodes=2 ").rstrip()
+    out, err = translated(f"{script} trainer.n_gpus_per_node=8\n", "run.sh", tmp_path, capsys)
+    assert checked(out, tmp_path, "sft").use_ray
+    for line in ("nnodes: 2", "nproc_per_node: 8", "train: {gpus: 16}"):
+        assert line in out, err
+    out, err = translated(f"{script} trainer.n_gpus_per_node=all\n", "run.sh", tmp_path, capsys)
+    assert out == ""
+    assert "nnodes and n_gpus_per_node must be numbers, got 2, all" in err
+
+
 def test_the_left_end_is_cut_where_verl_cuts_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = translated(GSM8K.rstrip() + " data.truncation=left\n", "run.sh", tmp_path, capsys)
     assert "truncation_mode: keep_end" in out

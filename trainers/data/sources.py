@@ -434,13 +434,15 @@ def with_fields(rows: Dataset, columns: Mapping[str, str]) -> Dataset:
     """
     import datasets
 
-    names = rows.column_names
-    for path in [one for one in columns if one not in names and one.partition(".")[0] in names]:
-        field = rows.select_columns([path.partition(".")[0]]).flatten()
+    given = rows
+    for path, new in columns.items():
+        parent = path.partition(".")[0]
+        if path in given.column_names or parent not in given.column_names:
+            continue
+        field = given.select_columns([parent]).flatten()
         if path not in field.column_names:
             continue
-        new = columns[path]
-        if new in rows.column_names and new not in columns and new != path.partition(".")[0]:
+        if new in rows.column_names and new not in (*columns, parent):
             rows = rows.remove_columns([new])
         rows = datasets.concatenate_datasets([rows, field.select_columns([path])], axis=1)
     return rows

@@ -20,7 +20,7 @@ class Graphs:
         self.is_on = is_on
         self.graphs: dict[Hashable, Any] = {}
         self.seen: set[Hashable] = set()
-        self.stream: Any = None  # one for all: cuBLAS keeps 32 MiB of an H100 for each stream that it has seen
+        self.stream: Any = None  # of all captures
         self.last: Any = None  # it keeps the memory of graphs for those to come, even if it is not to run any more
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""What verl's trainers share: the model with its adapter, lists of files, and the keys that are left."""
+"""What verl's trainers share: the model with its adapter, files of rows, nodes, and the keys that are left."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 from trainers.configuration.reading.given_keys import plain
 from trainers.translate.table import Ours, Theirs
 from trainers.translate.verl.names import MODEL
+
+SIZES = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 
 def model(theirs: Theirs, ours: Ours, section: str = MODEL, path: str = "path") -> None:
@@ -47,7 +49,33 @@ def model(theirs: Theirs, ours: Ours, section: str = MODEL, path: str = "path") 
     )
 
 
-def files(value: Any) -> Any:
+def data_files(theirs: Theirs, ours: Ours) -> None:
+    """Rows to learn from, and rows of the evaluation."""
+    ours.say("dataset", _files(theirs.take("data.train_files")), theirs, "data.train_files")
+    if theirs.take("data.val_files"):
+        ours.say("eval_dataset", _files(theirs.take("data.val_files")), theirs, "data.val_files")
+    for name in ("train_max_samples", "val_max_samples"):
+        if theirs.take(f"data.{name}", -1) not in (-1, None):
+            ours.refuse(f"data.{name}", "write dataset: FILE#COUNT, which draws so many rows")
+
+
+def on_ray(theirs: Theirs, ours: Ours, *further: str) -> int | None:
+    """Says nodes and their GPUs; gives the number of all GPUs. None: one of these or of ``further`` is no number."""
+    names = (*SIZES, *further)
+    values = [theirs.take(name) for name in names]
+    if not all(type(one) is int for one in values):
+        *short, last = (name.rpartition(".")[2] for name in names)
+        told = f"{', '.join(short)} and {last} must be numbers, got {', '.join(map(str, values))}"
+        ours.refuse("trainer.nnodes", told)
+        return None
+    nodes, each, *_ = values
+    ours.add("use_ray", True, f"{theirs.system} runs on Ray")
+    ours.say("nnodes", nodes, theirs, "trainer.nnodes")
+    ours.say("nproc_per_node", each, theirs, "trainer.n_gpus_per_node")
+    return int(nodes * each)
+
+
+def _files(value: Any) -> Any:
     """One file or a list of them; text may say a list."""
     found = plain(value.replace("'", '"')) if isinstance(value, str) and value.startswith("[") else value
     return found[0] if isinstance(found, list) and len(found) == 1 else found

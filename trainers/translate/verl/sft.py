@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainers.translate.table import Ours, Theirs
-from trainers.translate.verl.model import files, model, rest
+from trainers.translate.verl.model import SIZES, data_files, model, on_ray, rest
 from trainers.translate.verl.schedule import optimizer, records
 
 SHARED = {
@@ -165,12 +165,9 @@ def translate_engine(theirs: Theirs, ours: Ours) -> None:
 
 def translate_on_ray(theirs: Theirs, ours: Ours) -> None:
     """Fills ``ours`` from the keys of verl's ``sft_trainer_ray``."""
-    nodes, each = theirs.take("trainer.nnodes"), theirs.take("trainer.n_gpus_per_node")
     _with_engine(theirs, ours)
-    ours.add("use_ray", True, "sft_trainer_ray runs on Ray")
-    ours.say("nnodes", nodes, theirs, "trainer.nnodes")
-    ours.say("nproc_per_node", each, theirs, "trainer.n_gpus_per_node")
-    ours.say("train", {"gpus": nodes * each}, theirs, "trainer.nnodes", "trainer.n_gpus_per_node")
+    if (gpus := on_ray(theirs, ours)) is not None:
+        ours.say("train", {"gpus": gpus}, theirs, *SIZES)
     _finish(theirs, ours)
 
 
@@ -215,12 +212,7 @@ def _with_engine(theirs: Theirs, ours: Ours) -> None:
 def _begin(theirs: Theirs, ours: Ours, path: str) -> None:
     ours.trainer = "sft"
     model(theirs, ours, "model", path)
-    ours.say("dataset", files(theirs.take("data.train_files")), theirs, "data.train_files")
-    if theirs.take("data.val_files"):
-        ours.say("eval_dataset", files(theirs.take("data.val_files")), theirs, "data.val_files")
-    for name in ("train_max_samples", "val_max_samples"):
-        if theirs.take(f"data.{name}", -1) not in (-1, None):
-            ours.refuse(f"data.{name}", "write dataset: FILE#COUNT, which draws so many rows")
+    data_files(theirs, ours)
 
 
 def _conversations(theirs: Theirs, ours: Ours, messages: str, tools: str) -> None:

@@ -12,7 +12,7 @@ from trainers.translate.verl import grpo, ppo
 from trainers.translate.verl.backend import backend
 from trainers.translate.verl.engine import engine
 from trainers.translate.verl.images import columns
-from trainers.translate.verl.model import files, model, rest
+from trainers.translate.verl.model import SIZES, data_files, model, on_ray, rest
 from trainers.translate.verl.names import ACTOR, DIVIDED, ESTIMATORS, REFUSED, RENAMED, ROLLOUT, WITHOUT
 from trainers.translate.verl.rewards import rewards
 from trainers.translate.verl.schedule import optimizer, run
@@ -53,9 +53,7 @@ def translate(theirs: Theirs, ours: Ours) -> None:
 
 
 def _data(theirs: Theirs, ours: Ours) -> None:
-    ours.say("dataset", files(theirs.take("data.train_files")), theirs, "data.train_files")
-    if theirs.take("data.val_files"):
-        ours.say("eval_dataset", files(theirs.take("data.val_files")), theirs, "data.val_files")
+    data_files(theirs, ours)
     columns(theirs, ours)
     ours.say("shuffle_dataset", theirs.take("data.shuffle"), theirs, "data.shuffle")
     ours.add("dataloader_drop_last", True, f"{theirs.system} leaves out the rows of an epoch that fill no batch")
@@ -69,31 +67,21 @@ def _data(theirs: Theirs, ours: Ours) -> None:
         ours.say(
             "chat_template_kwargs", kwargs, theirs, *(f"data.apply_chat_template_kwargs.{name}" for name in kwargs)
         )
-    for name in ("train_max_samples", "val_max_samples"):
-        if theirs.take(f"data.{name}", -1) not in (-1, None):
-            ours.refuse(f"data.{name}", "write dataset: FILE#COUNT, which draws so many rows")
 
 
 def _placement(theirs: Theirs, ours: Ours) -> None:
     """Which role runs on which GPUs."""
-    nodes, each = theirs.take("trainer.nnodes"), theirs.take("trainer.n_gpus_per_node")
-    tensor = theirs.take(f"{ROLLOUT}.tensor_model_parallel_size")
-    if not all(type(one) is int for one in (nodes, each, tensor)):
-        ours.refuse(
-            "trainer.nnodes",
-            f"nnodes, n_gpus_per_node and tensor_model_parallel_size must be numbers, got {nodes}, {each}, {tensor}",
-        )
+    parallel = f"{ROLLOUT}.tensor_model_parallel_size"
+    if (gpus := on_ray(theirs, ours, parallel)) is None:
         return
+    tensor = theirs.take(parallel)
     is_vllm = any(line.key == "rollout_engine" and line.value == "vllm" for line in ours.lines)
-    ours.add("use_ray", True, f"{theirs.system} runs on Ray")
-    ours.say("nnodes", nodes, theirs, "trainer.nnodes")
-    ours.say("nproc_per_node", each, theirs, "trainer.n_gpus_per_node")
     if is_vllm and tensor > 1:
-        ours.say("vllm_tensor_parallel_size", tensor, theirs, f"{ROLLOUT}.tensor_model_parallel_size")
-        ours.say("train", {"gpus": nodes * each}, theirs, "trainer.nnodes", "trainer.n_gpus_per_node")
+        ours.say("vllm_tensor_parallel_size", tensor, theirs, parallel)
+        ours.say("train", {"gpus": gpus}, theirs, *SIZES)
         note = "separate processes on the devices of train: an engine uses several workers"
-        ours.add("rollout", {"gpus": nodes * each, "shares_devices_with": "train"}, note)
+        ours.add("rollout", {"gpus": gpus, "shares_devices_with": "train"}, note)
     else:
         ours.add("colocate_groups", [["train", "rollout"]], "policy and engine share their workers, as in verl")
         for role in ("train", "rollout"):
-            ours.say(role, {"gpus": nodes * each}, theirs, "trainer.nnodes", "trainer.n_gpus_per_node")
+            ours.say(role, {"gpus": gpus}, theirs, *SIZES)

@@ -190,8 +190,9 @@ def _with_failures(recovery: Recovery, what: str, call: Sent, replies: dict[Any,
     refs = call.refs
     waiting = [ref for ref in refs if ref not in replies]
     if waiting:
-        ready, late = ray.wait(waiting, num_returns=len(waiting), timeout=SAME_S)
+        ray.wait(waiting, num_returns=len(waiting), timeout=SAME_S)
         joined = recovery.crew.ask("joined", timeout_s=_ANSWER_S)
+        ready, late = ray.wait(waiting, num_returns=len(waiting), timeout=0)  # while that took its time, too
         failed = [rank for rank, ref in enumerate(refs) if isinstance(replies.get(ref), Failure)]
         silent = [ref for ref in late if refs.index(ref) not in joined]
         if silent and any(joined.get(rank) for rank in failed):  # the end of a process is noticed with some delay

@@ -46,6 +46,9 @@ TOLD: list[tuple[type[Any], str, str]] = [
     (SFTConfig, "stop_words: [x]", "stop_words is not supported: it is for trainers with stop_token_ids. Remove it"),
     (DPOConfig, "num_iterations: 2", "num_iterations is not supported: it is a key of grpo. Remove it"),
     (SFTConfig, "beta: 0.2", "beta is not supported: it is a key of cpo, simpo, orpo, dpo and others. Remove it"),
+    (SFTConfig, "cpo_alpha: 0.5", "it is a key of cpo and simpo. Remove it"),
+    (SFTConfig, "optim: muon\nmuon_num_ns_steps: 9", "Write optim_kwargs, or remove it"),
+    (SFTConfig, "backend: megatron\ndsa_indexer_loss_coeff: 0.5", "it follows from the model's config.json"),
     (SamplingConfig, "target_regex: x", "it is for trainers with lora_target_modules. Remove it"),
 ]
 
@@ -62,3 +65,10 @@ def test_a_key_is_refused_by_name_and_not_as_a_typing_error(
 def test_defaults_of_ms_swift_are_no_error(tmp_path: Path) -> None:
     text = "eval_use_evalscope: false\nchord_sft_dataset: []\nrepetition_penalty: 1.0\nmrl_dims: null"
     assert load(GRPOConfig, text, tmp_path) == load(GRPOConfig, "", tmp_path)
+
+
+def test_settings_of_other_optimizers_and_of_megatron_core_are_read(tmp_path: Path) -> None:
+    found = load(SFTConfig, "optimizer: sgd\nsgd_momentum: 0.8\nmuon_num_ns_steps: 9", tmp_path)
+    assert found.optim_kwargs == {"momentum": 0.8}
+    text = "backend: megatron\nmegatron_extra_kwargs: {qk_clip: true}\napply_wd_to_qk_layernorm: true"
+    assert load(SFTConfig, text, tmp_path).megatron == {"qk_clip": True, "apply_wd_to_qk_layernorm": True}

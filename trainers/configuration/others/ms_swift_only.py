@@ -120,6 +120,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "cp_partition_mode": ("zigzag",),
     "sequence_packing_scheduler": (None,),
     "fp4_format": (None,),
+    **dict.fromkeys(("cp_comm_type", "pipeline_model_parallel_layout", "microbatch_group_size_per_vp_stage"), (None,)),
+    **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), (False,)),
+    **dict.fromkeys(("mcore_ref_model", "mcore_ref_adapter", "apply_query_key_layer_scaling"), (None,)),
+    **dict.fromkeys(("apply_wd_to_qk_layernorm", "dsa_indexer_use_sparse_loss"), (False,)),
+    "dsa_indexer_loss_coeff": (0,),
+    "data_parallel_sharding_strategy": ANY,  # of use_megatron_fsdp
     **dict.fromkeys(("fp4_recipe", "fp4_param_gather"), ANY),  # of fp4_format
     "megatron_extra_kwargs": (None, {}),
     # completions and rewards
@@ -153,13 +159,13 @@ HINTS = {
     "tensorboard_queue_size": "TensorBoard decides when it writes",
     "accumulate_allreduce_grads_in_fp32": "gradients are added in float32",
     "local_rollout_forward_batch_size": "a forward pass has per_device_train_batch_size sequences",
+    "strict": "a row that cannot be read ends the run",
     "num_sample_generations": "completions/*.parquet has all completions",
 }
 
 _REVISION = "a revision is chosen where a model is downloaded. Download it, and name its folder"
 _DECAY = "weight decay is constant. Write weight_decay"
 _TENSORBOARD = "TensorBoard's files are in the folder tensorboard of output_dir. Remove it"
-_WANDB = "Weights & Biases reads its own variables. Write env: {WANDB_PROJECT: ..., WANDB_NAME: ...}"
 _MCORE_REFERENCE = "weights are read in the form of Hugging Face. Write ref_model"
 REFUSED = {
     # model and data
@@ -201,6 +207,13 @@ REFUSED = {
         "layers are divided evenly, except as decoder_first_pipeline_num_layers and "
         "decoder_last_pipeline_num_layers say. Remove it",
     ),
+    **dict.fromkeys(
+        ("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "apply_query_key_layer_scaling"),
+        "it follows from the model's config.json. Remove it",
+    ),
+    "apply_wd_to_qk_layernorm": "it is a setting of Megatron's. Also write backend: megatron, or remove it",
+    "megatron_extra_kwargs": "it is a setting of Megatron's. Also write backend: megatron, or remove it",
+    "sgd_momentum": "write optim_kwargs: {momentum: ...}",
     "cp_comm_type": "the backend decides how parts of a sequence are exchanged. Remove it",
     "cp_partition_mode": "the backend decides how a sequence is cut. Remove it",
     "sequence_packing_scheduler": "packs are balanced by their tokens. Remove it",
@@ -223,5 +236,6 @@ REFUSED = {
     "callbacks": "no code of a user's runs inside the loop of a trainer. Remove it",
     "logging_dir": _TENSORBOARD,
     "tensorboard_dir": _TENSORBOARD,
-    **dict.fromkeys(("wandb_project", "wandb_exp_name"), _WANDB),
+    "wandb_project": "Weights & Biases reads a variable. Write env: {WANDB_PROJECT: ...}",
+    "wandb_exp_name": "a run is named after its output_dir. Remove it",
 }

@@ -361,8 +361,6 @@ REFUSED = {
     "completion_length_limit_scope": "only GRPO and GKD have completions of several turns. Remove it",
     **dict.fromkeys(("stop_words", "stop_strings", "stop"), _STOPS),
     "teacher_tag_key": "there is one teacher. Write teacher_model",
-    **dict.fromkeys(("cpo_alpha", "simpo_gamma"), "it is of CPO. Write rlhf_type: cpo or simpo, or remove it"),
-    **dict.fromkeys(("desirable_weight", "undesirable_weight"), "it is of KTO. Write rlhf_type: kto, or remove it"),
     "calculate_KL": "loss_type decides whether KTO estimates a KL: kto does, apo_zero_unpaired does not. Remove it",
     # checkpoints
     "add_version": "output_dir is used as it is written. Write add_version: false",

@@ -337,7 +337,8 @@ def _unknown(name: str, value: Any, given: GivenKeys, is_in_section: bool) -> st
         size = next((hint for key in value if (hint := nearest(str(key), SIZE_KEYS))), "")
         return f"unknown key {name}{near}; the section of a role needs {', '.join(SIZE_KEYS)}{size}"
     is_megatron = "megatron" in given.known and given.get("backend") == "megatron"
-    return f"unknown key {name}{near}{_field(name) if is_megatron else ''}; --help all lists all keys"
+    field = _field(name) if is_megatron else ""
+    return f"unknown key {name}{field or near}; --help all lists all keys"
 
 
 def _field(name: str) -> str:

@@ -143,10 +143,8 @@ def _of_function(cls: type, function: Callable[..., Any], seen: set[Any], own_in
             else:
                 found.reads.add(name)
                 found.attributes.add(name)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value).startswith("super("):
-            for base in cls.__mro__[1:]:
-                if node.attr in vars(base) and (inherited := function_of(base, node.attr)) is not None:
-                    found.add(_of_function(cls, inherited, seen))
+        elif (of_base := inherited(cls, plain, node)) is not None:
+            found.add(_of_function(cls, of_base, seen))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "vars"):
             found.writes |= set(_constants(node))
         if isinstance(node, ast.Name) and node.id in own and isinstance(node.ctx, ast.Load):
@@ -468,6 +466,24 @@ def function_of(cls: type, name: str) -> Callable[..., Any] | None:
     except RoleError:
         inner = getattr(entry, "fget", None) or getattr(entry, "func", None) or getattr(entry, "__func__", None)
         return inner if isinstance(inner, FunctionType) else None
+
+
+def inherited(cls: type, function: FunctionType, node: ast.AST) -> Callable[..., Any] | None:
+    """The function that ``super().name`` or ``Base.name`` stands for in a method of a class; None: it is no such node."""
+    if not isinstance(node, ast.Attribute):
+        return None
+    if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "super":
+        places = [k for k, base in enumerate(cls.__mro__) if _is_in(base, function)]
+        bases = cls.__mro__[places[0] + 1 if places else 1 :]
+    else:
+        base = _named(node.value, function.__globals__)
+        bases = (base,) if base in cls.__mro__[1:] else ()
+    return next((function_of(base, node.attr) for base in bases if node.attr in vars(base)), None)
+
+
+def _is_in(base: type, function: FunctionType) -> bool:
+    """Whether a class defines a function, under whatever decorators."""
+    return function.__name__ in vars(base) and _unwrapped(function_of(base, function.__name__)) is function
 
 
 @functools.lru_cache(4096)

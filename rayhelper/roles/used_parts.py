@@ -14,7 +14,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 from rayhelper.roles.methods import RoleMethod
-from rayhelper.roles.names import TRAINING, Names, function_of, of_use, tree_of
+from rayhelper.roles.names import TRAINING, Names, function_of, inherited, of_use, tree_of
 
 
 class Use(NamedTuple):
@@ -149,7 +149,7 @@ def attribute_of(node: ast.AST, own: str) -> str | None:
 
 
 def functions_of(cls: type, function: Callable[..., Any], seen: set[Any]) -> Iterator[FunctionType]:
-    """A method, and the methods of the same object that it calls, of whatever role that is hosted with it."""
+    """A method, and the methods of the same object that it calls, inherited ones included, of whatever role."""
     plain = inspect.unwrap(function)
     if plain in seen or not isinstance(plain, FunctionType) or not plain.__code__.co_argcount:
         return
@@ -158,6 +158,6 @@ def functions_of(cls: type, function: Callable[..., Any], seen: set[Any]) -> Ite
     own, tree = plain.__code__.co_varnames[0], tree_of(plain)
     for node in ast.walk(tree) if tree is not None else ():
         name = attribute_of(node, own)
-        called = None if name is None else function_of(cls, name)
+        called = inherited(cls, plain, node) if name is None else function_of(cls, name)
         if called is not None:
             yield from functions_of(cls, called, seen)

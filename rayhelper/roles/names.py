@@ -469,7 +469,7 @@ def function_of(cls: type, name: str) -> Callable[..., Any] | None:
 
 
 def inherited(cls: type, function: FunctionType, node: ast.AST) -> Callable[..., Any] | None:
-    """The function that ``super().name`` or ``Base.name`` stands for in a method of a class; None: it is no such node."""
+    """The function that ``super().name`` or ``Base.name`` stands for in a method of a class; None: for nothing."""
     if not isinstance(node, ast.Attribute):
         return None
     if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "super":

@@ -16,12 +16,13 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from rayhelper.roles.methods import RoleMethod
-from rayhelper.roles.names import CHANGING, TRAINING, tree_of
+from rayhelper.roles.names import CHANGING, TRAINING, given_to, is_call_of, trains, tree_of
 from rayhelper.roles.stale import Snapshot
-from rayhelper.roles.used_parts import attribute_of, called_of, class_of, functions_of, reached
+from rayhelper.roles.used_parts import attribute_of, called_of, class_of, functions_of, held_by, local_names, reached
 
 _STATE_DICT = "state_dict()"
 
@@ -97,27 +98,41 @@ def _learns(value: Any) -> bool:
 def _changed_by(cls: Any, function: Callable[..., Any]) -> Changed:
     names: set[str] = set()
     read: set[str] = set()
-    trains = False
+    trained: set[str] = set()
+    trains_itself = False
     for plain in functions_of(cls, function, set()):
         own, tree = plain.__code__.co_varnames[0], tree_of(plain)
-        for node in ast.walk(tree) if tree is not None else ():
+        nodes = list(ast.walk(tree)) if tree is not None else []
+        trained |= set(_given_to_training(plain, nodes, own))
+        for node in nodes:
+            trains_itself = trains_itself or is_call_of(node, TRAINING)
             name = attribute_of(node, own)
             if name is not None:
                 is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
                 (read if is_read else names).add(name)
             elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
                 names.add(attribute_of(node.value, own) or "")
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr in CHANGING:
-                    names.add(attribute_of(node.func.value, own) or "")
-                trains = trains or node.func.attr in TRAINING
-    return Changed(frozenset(names - {""}), frozenset(read if trains else ()))
+            elif is_call_of(node, CHANGING):
+                names.add(attribute_of(node.func.value, own) or "")  # type: ignore[attr-defined]
+    return Changed(frozenset(names - {""}), frozenset(trained | read if trains_itself else trained))
+
+
+def _given_to_training(function: FunctionType, nodes: list[ast.AST], own: str) -> Iterator[str]:
+    """The attributes whose values a method gives to a function of the project that trains."""
+    stands_for = local_names(nodes, own)
+    for call in (node for node in nodes if isinstance(node, ast.Call)):
+        for given in (*call.args, *call.keywords):
+            value: Any = given.value if isinstance(given, ast.keyword) else given
+            name = held_by(value, own, stands_for)
+            to = None if name is None else given_to(call, given, value, function.__globals__)
+            if name is not None and to is not None and trains(to[0]):
+                yield name
 
 
 def _parts_changed_by(target: Any, function: Callable[..., Any]) -> Iterator[tuple[Any, Changed]]:
     """The objects with roles that a method reaches by ``self.part.name``, and what it changes of them."""
-    for instance, used, trains in reached(target, function):
-        names, trained = set(used.set), set(used.read if trains else ())
+    for instance, used, trains_here in reached(target, function):
+        names, trained = set(used.set), set(used.read if trains_here else ())
         for called in called_of(instance, used):
             changed = _changed_by(class_of(instance), called)
             names |= changed.names

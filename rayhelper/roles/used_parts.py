@@ -14,7 +14,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 from rayhelper.roles.methods import RoleMethod
-from rayhelper.roles.names import TRAINING, Names, function_of, inherited, of_use, tree_of
+from rayhelper.roles.names import TRAINING, Names, function_of, inherited, is_call_of, of_use, tree_of
 
 
 class Use(NamedTuple):
@@ -109,25 +109,12 @@ def uses_in(cls: Any, function: Callable[..., Any]) -> Uses:
     for plain in functions_of(cls, function, set()):
         own, tree = plain.__code__.co_varnames[0], tree_of(plain)
         nodes = list(ast.walk(tree)) if tree is not None else []
-        stands_for: dict[str, str] = {}  # local names: for p in self.parts, part = self.part
+        stands_for = local_names(nodes, own)
         for node in nodes:
-            targets: list[ast.expr]
-            if isinstance(node, (ast.For, ast.comprehension)):
-                targets, source = [node.target], node.iter
-            elif isinstance(node, ast.Assign):
-                targets, source = node.targets, node.value
-            else:
-                continue
-            attribute = _held_by(source, own, stands_for)
-            if attribute is not None:
-                stands_for |= {one.id: attribute for one in targets if isinstance(one, ast.Name)}
-        for node in nodes:
-            if isinstance(node, ast.Attribute) and (attribute := _held_by(node.value, own, stands_for)) is not None:
+            if isinstance(node, ast.Attribute) and (attribute := held_by(node.value, own, stands_for)) is not None:
                 of = read_of if isinstance(node.ctx, ast.Load) else set_of
                 of.setdefault(attribute, set()).add(node.attr)
-            trains = trains or (
-                isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TRAINING
-            )
+            trains = trains or is_call_of(node, TRAINING)
     found = {
         name: Used(frozenset(set_of.get(name, ())), frozenset(read_of.get(name, ())))
         for name in set_of.keys() | read_of.keys()
@@ -135,7 +122,30 @@ def uses_in(cls: Any, function: Callable[..., Any]) -> Uses:
     return Uses(found, trains)
 
 
-def _held_by(node: ast.AST, own: str, stands_for: dict[str, str]) -> str | None:
+def local_names(nodes: list[ast.AST], own: str) -> dict[str, str]:
+    """By local name of a function, the attribute that holds what it is: for p in self.parts, part = self.part."""
+    found: dict[str, str] = {}
+    for target, source in _assigned(nodes):
+        attribute = held_by(source, own, found)
+        if attribute is not None and isinstance(target, ast.Name):
+            found[target.id] = attribute
+    return found
+
+
+def _assigned(nodes: list[ast.AST]) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What is assigned to what, and what is looped over."""
+    for node in nodes:
+        if isinstance(node, (ast.For, ast.comprehension)):
+            yield node.target, node.iter
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    yield from zip(target.elts, node.value.elts, strict=False)  # a, b = self.a, self.b
+                else:
+                    yield target, node.value
+
+
+def held_by(node: ast.AST, own: str, stands_for: dict[str, str]) -> str | None:
     """The attribute that holds what an expression stands for: ``parts`` of ``self.parts[0]``."""
     while isinstance(node, ast.Subscript):
         node = node.value

@@ -48,6 +48,30 @@ class Steps(Fields):
         return self.count + len(self.history)
 
 
+def loss_of(model: torch.nn.Linear) -> Any:
+    return model(torch.ones(4, 2)).pow(2).mean()
+
+
+def learn(model: torch.nn.Linear, frozen: Any) -> None:
+    loss_of(model).backward()
+
+
+@RayHelper.worker(group="train")
+class Giving(Fields):
+    @RayHelper.function(group="train", execute="first")
+    def loss(self) -> float:
+        return float(loss_of(self.lin))
+
+    @RayHelper.function(group="train", execute="first")
+    def learn(self) -> None:
+        learn(self.lin, frozen=self.frozen)
+
+    @RayHelper.function(group="train", execute="first")
+    def learn_by_other_names(self) -> None:
+        lin, frozen = self.lin, self.frozen
+        learn(frozen=frozen, model=lin)
+
+
 @RayHelper.worker(group="train")
 class Plain(Steps):
     pass
@@ -78,6 +102,18 @@ def test_the_driver_is_told_that_the_workers_have_another_value(cls: Any, name: 
     assert trained.untouched == [1]
     assert trained.frozen is not None
     assert trained.cache is None, "a place for what comes"
+
+
+@pytest.mark.usefixtures("_session")
+@pytest.mark.parametrize("method", ["learn", "learn_by_other_names"])
+def test_a_model_that_a_function_trains_is_told_as_well(method: str) -> None:
+    giving = Giving()
+    giving.loss()
+    assert giving.lin is not None, "which trains nothing"
+    getattr(giving, method)()
+    with pytest.raises(AttributeError, match=rf"Giving\.lin differs from the workers' value: Giving\.{method} \(role"):
+        _ = giving.lin
+    assert giving.frozen is not None
 
 
 @pytest.mark.usefixtures("_session")

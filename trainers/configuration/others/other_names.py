@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from trainers.configuration.others import trl_names
+from trainers.configuration.others import ms_swift_only, trl_names
 
 KNOWN_TUNERS = "lora, adalora, boft, fourierft, ia3, bone, vera"
 QUANTIZED = ("quant_method", "quant_bits", "hqq_axis", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant")
@@ -85,6 +85,7 @@ ANY = trl_names.ANY
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **trl_names.NEUTRAL,
+    **ms_swift_only.NEUTRAL,
     # engines and backends
     "use_vllm": (False,),
     "vllm_mode": ("colocate", None),
@@ -188,6 +189,7 @@ _GATHERED = "sharded weights are gathered where an engine needs them"
 
 HINTS = {
     **trl_names.HINTS,
+    **ms_swift_only.HINTS,
     "dataset_num_proc": _TOKENIZED,
     "packing_num_proc": _TOKENIZED,
     "lazy_tokenize": _TOKENIZED,
@@ -254,6 +256,7 @@ _WATCHED = "trackers read their own variables, such as SWANLAB_PROJECT: write re
 
 REFUSED = {
     **trl_names.REFUSED,
+    **ms_swift_only.REFUSED,
     # habits of transformers' Trainer
     "create_checkpoint_symlink": "checkpoint-N folders are found by resume_from_checkpoint: auto. Remove it",
     "ddp_backend": "NCCL on GPUs, gloo on CPUs. Remove it",

@@ -471,19 +471,6 @@ def function_of(cls: type, name: str) -> Callable[..., Any] | None:
         return inner if isinstance(inner, FunctionType) else None
 
 
-@functools.lru_cache(1024)
-def trains(function: FunctionType) -> bool:
-    """Whether a function of the project, or one of those it calls, trains something."""
-    waiting, done = {function}, set[FunctionType]()
-    while waiting:
-        done.add(one := waiting.pop())
-        tree = tree_of(one)
-        if any(is_call_of(node, TRAINING) for node in (ast.walk(tree) if tree is not None else ())):
-            return True
-        waiting |= set(_of_globals(one).functions) - done
-    return False
-
-
 def is_call_of(node: ast.AST, methods: frozenset[str]) -> bool:
     """Whether it calls such a method: ``loss.backward()`` for TRAINING."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in methods

@@ -30,7 +30,7 @@ def why_not_here(name: str, known: Collection[str]) -> str | None:
 
 def named_keys(text: str) -> list[str]:
     """The keys of trainers that a text names: words with an underscore, and others after write or before a colon."""
-    found = {}
+    found: dict[str, None] = {}
     for match in WORD.finditer(text):
         is_marked = (
             "_" in match[0] or text[: match.start()].lower().endswith("write ") or text[match.end() :][:1] == ":"

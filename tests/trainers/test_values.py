@@ -392,7 +392,7 @@ def test_an_engine_that_quantizes_its_weights_is_refused_unless_it_keeps_them() 
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model: .* has no configuration that can be read"):
+    with pytest.raises(ConfigError, match=r"model: .* has no config.json"):
         check_model_folder(SFTConfig(model=str(tmp_path), dataset="d"))
 
 

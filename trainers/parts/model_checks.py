@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError, DeviceGroups
 from trainers.backends.megatron.architectures import SEEING, SPEAKING
+from trainers.backends.model_files import generation_mistake, weights_mistake
 from trainers.backends.own_code import own_code_mistake
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
@@ -28,6 +29,8 @@ OF_FROM_PRETRAINED = (
     *("max_memory", "offload_folder", "offload_buffers", "use_kernels", "kernel_config", "strict", "adapter_kwargs"),
     *("tp_plan", "tp_size", "device_mesh", "distributed_config", "dtype", "torch_dtype", "fusion_config"),
 )
+ADAPTER = "adapter_config.json"
+OTHER_FILES = frozenset({"gguf_file", "subfolder", "variant", "use_safetensors"})  # arguments that choose the weights
 FAR_BEYOND = 16  # times the positions that a model knows: a row of packed documents may hold so many of its lengths
 ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
@@ -73,6 +76,39 @@ def _check_matrices(config: TrainConfig) -> None:
     if is_vision(module.config):
         freeze(module, vision_settings(config)["frozen"])
     muon_groups(module, 0.0, {})
+
+
+def check_files(config: TrainConfig, groups: DeviceGroups | None) -> None:
+    """Raises ConfigError for the folder of any role's model in which another file than the weights cannot be read."""
+    for key, folder in _folders(config, groups):
+        configuration_of(str(folder), config.trust_remote_code, key)
+        if (folder / ADAPTER).is_file():
+            raise ConfigError(
+                f"{key}: {str(folder)!r} holds an adapter beside a model ({ADAPTER}), and transformers would load the "
+                f"base model that this file names. Give the folder of the merged model, or remove {ADAPTER}."
+            )
+        if mistake := generation_mistake(folder):
+            raise ConfigError(f"{key}: {str(folder)!r} cannot be loaded: {mistake}. Copy or download the model again.")
+
+
+def check_weights(config: TrainConfig, groups: DeviceGroups | None) -> None:
+    """Raises ConfigError for the folder of any role's model without weights, or with a file whose header is damaged.
+
+    Apart from the other checks: a configuration can be checked where its models lie without weights.
+    """
+    for key, folder in _folders(config, groups):
+        chosen = config.model_init_kwargs.keys() & OTHER_FILES if key == "model" else ()
+        if not chosen and (mistake := weights_mistake(folder)):
+            raise ConfigError(f"{key}: {str(folder)!r} cannot be loaded: {mistake}. Copy or download the model again.")
+
+
+def _folders(config: TrainConfig, groups: DeviceGroups | None) -> Iterator[tuple[str, Path]]:
+    """The folders of the models of all roles, with the keys that name them. Models of the hub or of plugins have none
+    yet."""
+    for role, model in models_of(config, groups):
+        if (folder := Path(model).expanduser()).is_dir():
+            named = next((name for name in config.ROLES[role].models if getattr(config, name, None)), "model")
+            yield named, folder
 
 
 def check_model_folder(config: TrainConfig) -> None:
@@ -337,8 +373,9 @@ def gives_values(config: Any) -> bool:
     return getattr(config, "SCORES", False) or hasattr(config, "value_model")
 
 
-def configuration_of(model: str, trust_remote_code: bool, **kwargs: Any) -> Any:
-    """The model's configuration; with ``return_unused_kwargs`` the arguments that are none of its fields too.
+def configuration_of(model: str, trust_remote_code: bool, key: str = "model", **kwargs: Any) -> Any:
+    """The configuration of the model that ``key`` names; with ``return_unused_kwargs`` the arguments that are none of
+    its fields too.
 
     Raises ConfigError.
     """
@@ -347,11 +384,30 @@ def configuration_of(model: str, trust_remote_code: bool, **kwargs: Any) -> Any:
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **kwargs)
     except Exception as error:  # of any kind, by what the folder holds
-        file = config_file(model)
-        if file is not None and (mistake := own_code_mistake(model, json.loads(file.read_text(encoding="utf-8")))):
-            raise ConfigError(mistake) from None
-        told = " ".join(str(error).split())
-        raise ConfigError(f"model: {model!r} has no configuration that can be read: {told}") from None
+        raise ConfigError(_configuration_mistake(key, model, error)) from None
+
+
+def _configuration_mistake(key: str, model: str, error: Exception) -> str:
+    """Why there is no configuration of the model, in words."""
+    folder = Path(model).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        is_adapter = (folder / ADAPTER).is_file()
+        return f"{key}: {model!r} has no config.json. " + (
+            "It holds an adapter alone. Give the folder of the merged model."
+            if is_adapter
+            else "Give the folder that holds it, with weights and tokenizer."
+        )
+    if (file := config_file(model)) is not None:
+        try:
+            found = json.loads(file.read_bytes())
+        except (OSError, ValueError) as unread:
+            return f"{key}: {str(file)!r} cannot be read as JSON: {unread}. Copy or download the model again."
+        if not isinstance(found, dict):
+            return f"{key}: {str(file)!r} is not a JSON object of fields. Copy or download the model again."
+        if mistake := own_code_mistake(model, found):
+            return mistake
+    told = " ".join(str(error).split()) or type(error).__name__
+    return f"{key}: {model!r} has no configuration that can be read: {told}"
 
 
 def is_encoder(configuration: Any) -> bool:

@@ -14,6 +14,7 @@ from trainers.backends.model_files import generation_mistake, weights_mistake
 from trainers.backends.own_code import own_code_mistake
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
+from trainers.configuration.values import is_there
 from trainers.configuration.vision import vision_mistake, vision_settings
 from trainers.data.images.processor import is_one_piece, is_vision
 from trainers.parts.models import check_same_tokens, lora_settings
@@ -40,6 +41,8 @@ def check_optimizer(config: TrainConfig) -> None:
     _check_matrices(config)
     if config.backend != "fsdp" or not config.optim_kwargs:
         return
+    if "weight_decay" in config.optim_kwargs:  # which every group of weights has already
+        raise ConfigError("optim_kwargs holds weight_decay, which is the key weight_decay. Write it there.")
     import torch
 
     from trainers.backends.fsdp.optimizer import build_optimizer
@@ -48,7 +51,7 @@ def check_optimizer(config: TrainConfig) -> None:
     for weight in layer.parameters():
         weight.grad = torch.ones_like(weight)
     try:
-        build_optimizer(
+        optimizer = build_optimizer(
             config.optim,
             layer,
             learning_rate=config.learning_rate,
@@ -56,7 +59,11 @@ def check_optimizer(config: TrainConfig) -> None:
             adam_betas=(config.adam_beta1, config.adam_beta2),
             adam_epsilon=config.adam_epsilon,
             kwargs=config.optim_kwargs,
-        ).step()
+        )
+        for _ in range(2):  # the second adds up
+            optimizer.step()
+        if not all(weight.isfinite().all() for weight in layer.parameters()):
+            raise ValueError("weights are no finite numbers after two steps")
     except Exception as error:  # of any kind, by what is given
         raise ConfigError(f"optim_kwargs={config.optim_kwargs} do not fit optim={config.optim}: {error}") from None
 
@@ -106,7 +113,7 @@ def _folders(config: TrainConfig, groups: DeviceGroups | None) -> Iterator[tuple
     """The folders of the models of all roles, with the keys that name them. Models of the hub or of plugins have none
     yet."""
     for role, model in models_of(config, groups):
-        if (folder := Path(model).expanduser()).is_dir():
+        if is_there(folder := Path(model).expanduser(), Path.is_dir):
             named = next((name for name in config.ROLES[role].models if getattr(config, name, None)), "model")
             yield named, folder
 
@@ -116,7 +123,7 @@ def check_model_folder(config: TrainConfig) -> None:
 
     A model by a hub name, or of a plugin, is not there yet.
     """
-    if not Path(config.model).is_dir():
+    if not is_there(config.model, Path.is_dir):
         return
     found = configuration_of(config.model, config.trust_remote_code)
     check_whole(found, config.model, config.backend, scores=config.SCORES)
@@ -130,7 +137,7 @@ def check_model_folder(config: TrainConfig) -> None:
         check_arguments("model_init_kwargs", config.model_init_kwargs, config.model, config.trust_remote_code)
         check_adapter(config, config.model)
         check_balance(config, found)
-    if config.tokenizer is None or Path(config.tokenizer).is_dir():
+    if config.tokenizer is None or is_there(config.tokenizer, Path.is_dir):
         tokenizer, name = load_tokenizer(config, config.model), config.tokenizer or config.model
         check_vocabulary(tokenizer, found, name, config.model, without=new_tokens(config))
 
@@ -167,15 +174,17 @@ def check_adapter(config: TrainConfig, model: str) -> None:
     if lora is None or config.backend != "fsdp":
         return
     is_all = lora["target_modules"] == "all-linear"
-    if config.tuner_type == "lora" and is_all and not lora.get("modules_to_save"):
+    if config.tuner_type == "lora" and is_all and not config.lora_kwargs:
         return
     from trainers.backends.fsdp.tuners.adapters import (
         check_tied,
+        spelled_out,
         target_mistake,
         tuner_mistake,
         with_modules,
         without_weights,
     )
+    from trainers.backends.fsdp.tuners.kinds import fields_mistake
 
     try:
         module = without_weights(model, trust_remote_code=config.trust_remote_code)
@@ -191,6 +200,31 @@ def check_adapter(config: TrainConfig, model: str) -> None:
         )
     if mistake := tuner_mistake(module, config.tuner_type, settings):
         raise ConfigError(f"tuner_type: {config.tuner_type} does not fit {model!r}: {mistake}")
+    if config.tuner_type == "lora" and config.lora_kwargs:
+        module = without_weights(model, trust_remote_code=config.trust_remote_code)  # peft changed the first
+        mistake = _numbers_mistake(config, module, settings) or fields_mistake(module, spelled_out(module, settings))
+        if mistake:
+            raise ConfigError(f"lora_kwargs do not fit {model!r}: {mistake}. Correct or remove them.")
+
+
+def _numbers_mistake(config: TrainConfig, module: Any, settings: Mapping[str, Any]) -> str | None:
+    """What in fields of an adapter names a layer, a token or a module that the model lacks, of which peft says
+    nothing."""
+    text = module.config.get_text_config()
+    for name, size in (("layers_to_transform", text.num_hidden_layers), ("trainable_token_indices", text.vocab_size)):
+        asked = settings.get(name)
+        found = [asked] if isinstance(asked, int) else asked if isinstance(asked, (list, tuple)) else ()
+        if odd := [one for one in found if not 0 <= one < size]:
+            return f"{name} has {odd[0]}, and the model has the numbers 0 to {size - 1}"
+    names = [name for name, _ in module.named_modules()]
+    for asked in () if gives_values(config) else settings.get("modules_to_save") or ():
+        if not any(f".{name}".endswith(f".{asked}") for name in names):
+            return f"modules_to_save has {asked}, and no module of the model has this name"
+    weights = [name for name, _ in module.named_parameters()]
+    for asked in settings.get("target_parameters") or ():
+        if not any(f".{name}".endswith(f".{asked}") for name in weights):
+            return f"target_parameters has {asked}, and no weight of the model has this name"
+    return None
 
 
 def check_balance(config: TrainConfig, configuration: Any) -> None:

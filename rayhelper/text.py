@@ -9,6 +9,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -94,6 +95,16 @@ def parse_text(text: str, name: str) -> Any:
         if not re.match(r'\s*\{\s*"', text):
             problem = f"YAML: {' '.join(str(error).split())}"
     raise ConfigError(f"{name} is not valid {problem}. Correct the text there.")
+
+
+def parse_file(file: str) -> Any:
+    """The value of a JSON or YAML file. Raises ConfigError for one that cannot be read or holds a mistake."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
+        raise ConfigError(f"--config: {file!r} cannot be read: {reason}. Give a YAML or JSON file.") from None
+    return parse_text(text, file)
 
 
 def nearest(name: Any, known: Iterable[str], message: str = " (did you mean {}?)") -> str:

@@ -401,7 +401,10 @@ def _data(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
             given.values[name] = value.split()
         elif name == "system" and value.endswith(".txt") and len(value.split()) == 1:
             if path.is_file():
-                given.values[name] = path.read_text(encoding="utf-8")
+                try:
+                    given.values[name] = path.read_text(encoding="utf-8")
+                except (OSError, UnicodeDecodeError) as error:
+                    given.refuse(name, f"system: {value!r} cannot be read: {error}")
             else:
                 given.refuse(name, f"system: there is no file {value!r} (looked for from {Path.cwd()})")
     if given.foreign("data_seed") and given.get("data_seed") == given.get("seed", 42):

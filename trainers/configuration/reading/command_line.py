@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from rayhelper import ConfigError
 from rayhelper.device_groups.keys import SECTION_KEYS, SIZE_KEYS
-from rayhelper.text import nearest, parse_text
+from rayhelper.text import nearest, parse_file, parse_text
 from trainers.configuration.defaults import Holding, defaults_of, holding, told_of
 from trainers.configuration.others.ms_swift import with_config
 from trainers.configuration.others.ms_swift_meanings import mean_as_there
@@ -48,8 +48,8 @@ from trainers.configuration.reading.role_sections import lift_sections, our_name
 from trainers.configuration.reading.secrets import masked, unmasked
 from trainers.configuration.reading.text import as_yaml, default_of
 from trainers.configuration.reading.typed_values import admits_bool, bracketed, typed
-from trainers.configuration.roles import Role
-from trainers.configuration.values import types_of
+from trainers.configuration.roles import WELL_KNOWN, Role
+from trainers.configuration.values import is_there, types_of
 
 ConfigT = TypeVar("ConfigT")
 Options = list[tuple[list[str], list[str]]]
@@ -247,10 +247,10 @@ def _put(old: Any, inner: list[str], value: Any) -> Any:
 def _add_file(file: str, given: GivenKeys) -> None:
     """Adds the keys of a YAML file, under our names."""
     path = Path(file)
-    if not path.is_file():
+    if not is_there(path):
         beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(f"--config: there is no file {file!r}{nearest(path.name, beside)}")
-    found = parse_text(path.read_text(encoding="utf-8"), file)
+    found = parse_file(file)
     if not isinstance(found, Mapping) and found is not None:
         raise ConfigError(f"{file} must hold a mapping of keys to values, got {type(found).__name__}")
     for written, value in (found or {}).items():
@@ -325,6 +325,9 @@ def _unknown(name: str, value: Any, given: GivenKeys, is_in_section: bool) -> st
     meant = ALIASES.get(name)
     if meant is not None:
         return f"{name} is another name of {meant}, which is not a key of this trainer; remove it"
+    if name in WELL_KNOWN and not (isinstance(value, Mapping) and any(key in SIZE_KEYS for key in value)):
+        told = f"{name} is the section of a role, and must hold one of {', '.join(SIZE_KEYS)}"
+        return f"{told}: {name}: {{{next(iter(SIZE_KEYS))}: 1}}. Keys for all roles belong to the top level"
     names = [*given.known, *ALIASES, *(SECTION_KEYS if is_in_section else ())]
     near = nearest(name, names) or nearest(name, [*NEUTRAL, *HINTS, *REFUSED, *TRANSLATED])
     if isinstance(value, Mapping) and {"device_mapping", "strategy_args", "model_args"} & value.keys():

@@ -165,6 +165,13 @@ def test_a_system_prompt_may_be_a_file(read: Any, tmp_path: Path) -> None:
     assert read("sft", "--system", str(tmp_path / "system.txt")).system == "Be short."
 
 
+@pytest.mark.parametrize("command", ["sft", "dpo", "grpo"])
+def test_an_adapter_has_its_rank_where_nobody_writes_tuner_type(read: Any, command: str) -> None:
+    """base_args.py: tuner_type is lora, and 16 and 0.05 are defaults of TRL's that are read there."""
+    found = read(command, "--lora_rank", "16", "--lora_dropout", "0.05")
+    assert (found.tuner_type, found.lora_rank, found.lora_dropout) == ("lora", 16, 0.05)
+
+
 EMPTY_THOUGHTS = (  # as Qwen3's template writes them before the last answer
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}"
     "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -172,6 +172,12 @@ def test_an_adapter_has_its_rank_where_nobody_writes_tuner_type(read: Any, comma
     assert (found.tuner_type, found.lora_rank, found.lora_dropout) == ("lora", 16, 0.05)
 
 
+def test_an_engine_that_megatron_has_by_default_keeps_its_share_of_memory(read: Any) -> None:
+    """megatron_args.py: use_vllm is true, and 0.3 is TRL's default for an engine."""
+    found = read("grpo", "--backend", "megatron", "--vllm_gpu_memory_utilization", "0.3")
+    assert (found.rollout_engine, found.vllm_gpu_memory_utilization) == ("vllm", 0.3)
+
+
 EMPTY_THOUGHTS = (  # as Qwen3's template writes them before the last answer
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}"
     "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -67,7 +67,7 @@ def translate_trl(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     trl = is_trl(given)
     for name in [name for name in NULL_BY_DEFAULT if name in given.values and given.get(name) is None]:
         del given.values[name]
-    _engine_defaults(given)
+    _engine_defaults(given, defaults)
     _peft(given, defaults)
     _rows(given)
     _evaluation(given, trl, defaults)
@@ -79,9 +79,9 @@ def translate_trl(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     _columns(given)
 
 
-def _engine_defaults(given: GivenKeys) -> None:
+def _engine_defaults(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     """Without ``use_vllm``, what stands at its default is not read by TRL, and would be refused here."""
-    if given.get("use_vllm") is True or given.get("rollout_engine", "hf") == "vllm":
+    if given.get("use_vllm") is True or given.get("rollout_engine", defaults.get("rollout_engine")) == "vllm":
         return
     for name, default in VLLM_DEFAULTS.items():
         written = given.written.get(name, name)

@@ -311,7 +311,8 @@ def _told(foreign: Iterable[tuple[str, str, Any]], given: GivenKeys) -> list[str
         elif name in HINTS:
             given.notes[name] = HINTS[name]
         elif reason := why_not_here(name, given.known):
-            reasons.setdefault((where, reason), []).append(name)
+            if plain(value) is not None:  # null asks for nothing
+                reasons.setdefault((where, reason), []).append(name)
         else:
             mistakes.append(f"{where}: {_unknown(name, value, given, is_in_section)}")
     for (where, reason), names in reasons.items():

@@ -46,6 +46,7 @@ TOLD: list[tuple[type[Any], str, str]] = [
     (SFTConfig, "stop_words: [x]", "stop_words is not supported: it is for trainers with stop_token_ids. Remove it"),
     (DPOConfig, "num_iterations: 2", "num_iterations is not supported: it is a key of grpo. Remove it"),
     (SFTConfig, "beta: 0.2", "beta is not supported: it is a key of cpo, simpo, orpo, dpo and others. Remove it"),
+    (DPOConfig, "tau_pos: 0.5", "is another name of sapo_temperature_pos, which is not a key of this trainer"),
     (SFTConfig, "cpo_alpha: 0.5", "it is a key of cpo and simpo. Remove it"),
     (SFTConfig, "optim: muon\nmuon_num_ns_steps: 9", "Write optim_kwargs, or remove it"),
     (SFTConfig, "backend: megatron\ndsa_indexer_loss_coeff: 0.5", "it follows from the model's config.json"),
@@ -63,8 +64,11 @@ def test_a_key_is_refused_by_name_and_not_as_a_typing_error(
 
 
 def test_defaults_of_ms_swift_are_no_error(tmp_path: Path) -> None:
-    text = "eval_use_evalscope: false\nchord_sft_dataset: []\nrepetition_penalty: 1.0\nmrl_dims: null"
-    assert load(GRPOConfig, text, tmp_path) == load(GRPOConfig, "", tmp_path)
+    text = (
+        "eval_use_evalscope: false\nchord_sft_dataset: []\nrepetition_penalty: 1.0\nmrl_dims: null\nfp4_recipe: nvfp4"
+    )
+    nulls = "rpo_alpha: null\ntarget_regex: null\nsoft_max_length: null\nswanlab_token: null"
+    assert load(GRPOConfig, f"{text}\n{nulls}", tmp_path) == load(GRPOConfig, "", tmp_path)
 
 
 def test_settings_of_other_optimizers_and_of_megatron_core_are_read(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-ANY = ("any value",)
+from trainers.configuration.others.trl_names import ANY
 
 MS_SWIFT_ONLY = frozenset(
     """

@@ -311,7 +311,8 @@ def _told(foreign: Iterable[tuple[str, str, Any]], given: GivenKeys) -> list[str
         elif name in HINTS:
             given.notes[name] = HINTS[name]
         elif reason := why_not_here(name, given.known):
-            reasons.setdefault((where, reason), []).append(name)
+            if plain(value) is not None:  # null asks for nothing
+                reasons.setdefault((where, reason), []).append(name)
         else:
             mistakes.append(f"{where}: {_unknown(name, value, given, is_in_section)}")
     for (where, reason), names in reasons.items():
@@ -325,7 +326,9 @@ def _unknown(name: str, value: Any, given: GivenKeys, is_in_section: bool) -> st
     meant = ALIASES.get(name)
     if meant is not None:
         return f"{name} is another name of {meant}, which is not a key of this trainer; remove it"
-    if name in WELL_KNOWN and not (isinstance(value, Mapping) and any(key in SIZE_KEYS for key in value)):
+    inner = [str(key) for key in value] if isinstance(value, Mapping) else []
+    size = next((hint for key in inner if (hint := nearest(key, SIZE_KEYS))), "")  # also of such a key itself
+    if name in WELL_KNOWN and not size:
         told = f"{name} is the section of a role, and must hold one of {', '.join(SIZE_KEYS)}"
         return f"{told}: {name}: {{{next(iter(SIZE_KEYS))}: 1}}. Keys for all roles belong to the top level"
     names = [*given.known, *ALIASES, *(SECTION_KEYS if is_in_section else ())]
@@ -337,7 +340,6 @@ def _unknown(name: str, value: Any, given: GivenKeys, is_in_section: bool) -> st
             "rayhelper translate FILE --from roll writes such a file in RayHelper's keys"
         )
     if isinstance(value, Mapping):
-        size = next((hint for key in value if (hint := nearest(str(key), SIZE_KEYS))), "")
         return f"unknown key {name}{near}; the section of a role needs {', '.join(SIZE_KEYS)}{size}"
     is_megatron = "megatron" in given.known and given.get("backend") == "megatron"
     field = _field(name) if is_megatron else ""

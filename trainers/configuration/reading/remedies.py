@@ -23,7 +23,7 @@ def why_not_here(name: str, known: Collection[str]) -> str | None:
     what it is another name of."""
     reason = why_refused(name)
     if reason is None:
-        return None if name in known else _of_others(name)
+        return None if name in known or name in ALIASES else _of_others(name)
     missing = [key for key in named_keys(reason) if key != name and not _is_taken(key, known)]
     return f"it is for trainers with {_listed(missing, 'or')}. Remove it" if missing else reason
 

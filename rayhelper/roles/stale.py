@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import functools
 import operator
+import weakref
+from collections import deque
 from collections.abc import Iterator
-from types import FunctionType
+from dataclasses import is_dataclass
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from rayhelper.errors import RoleError
@@ -223,17 +226,21 @@ class InPlace:
     """
 
     def __init__(self, instance: Any) -> None:
-        self.stamps = {
-            name: stamp for name, value in _held_of(instance).items() if (stamp := _stamp(value)) is not None
-        }
+        held = _held_of(instance)
+        self.stamps = {name: stamp for name, value in held.items() if (stamp := _stamp(value)) is not None}
+        self.within = {name: found for name, value in held.items() if (found := list(_stamps_within(value, _DEPTH)))}
 
     def check(self, method: RoleMethod[..., Any], names: Names, target: Any, title: str, owner: str = "self") -> None:
         """Raises RoleError if the method, which does this with the object, reads one that was changed since."""
-        if not self.stamps:
+        if not self.stamps and not self.within:
             return
         held = _held_of(target)
-        for name in names.reads & self.stamps.keys():
-            if name in held and _stamp(held[name]) != self.stamps[name]:
+        for name in names.reads & (self.stamps.keys() | self.within.keys()):
+            is_same = name not in held or name not in self.stamps or _stamp(held[name]) == self.stamps[name]
+            for reference, stamp in self.within.get(name, ()):
+                value = reference()
+                is_same = is_same and (value is None or _stamp(value) == stamp)
+            if not is_same:
                 raise RoleError(
                     f"{title} reads {owner}.{name}, which was changed in place on the driver after construction (its "
                     f"values, dtype, device or mode). The workers of role {method.role!r} have their own copy. Change "
@@ -255,6 +262,28 @@ def _stamp(value: Any) -> Any:
     if instance_of(value, "torch", "Tensor"):
         return value._version, value.dtype, value.device.type, value.requires_grad, id(value)
     return None
+
+
+_DEPTH = 3
+_MOST_ITEMS = 64
+
+
+def _stamps_within(value: Any, depth: int) -> Iterator[tuple[weakref.ref[Any], Any]]:
+    """The modules and tensors in a container, with what they were."""
+    if isinstance(value, (list, tuple, deque)):
+        items = list(value) if len(value) <= _MOST_ITEMS else []
+    elif isinstance(value, dict):
+        items = list(value.values()) if len(value) <= _MOST_ITEMS else []
+    elif isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
+        items = list(getattr(value, "__dict__", {}).values())
+    else:
+        return
+    for item in items:
+        stamp = _stamp(item)
+        if stamp is not None:
+            yield weakref.ref(item), stamp
+        elif depth:
+            yield from _stamps_within(item, depth - 1)
 
 
 _ONLY_HERE = object()  # what no attribute is

@@ -9,6 +9,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -41,8 +42,8 @@ class _Rules(SafeConstructor, Resolver):
         is_whole = node.tag.endswith(":int")
         value = self.construct_yaml_int(node) if is_whole else self.construct_yaml_float(node)
         if not (_WHOLE if is_whole else _REAL).fullmatch(node.value):
-            problem = f"{node.value} is not a number in decimal digits. Write {value}, or put it in quotes if it is "
-            "text"
+            told = f"{node.value} is not a number in decimal digits"
+            problem = f"{told}. Write {value}, or put it in quotes if it is text"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return value
 
@@ -94,6 +95,16 @@ def parse_text(text: str, name: str) -> Any:
         if not re.match(r'\s*\{\s*"', text):
             problem = f"YAML: {' '.join(str(error).split())}"
     raise ConfigError(f"{name} is not valid {problem}. Correct the text there.")
+
+
+def parse_file(file: str) -> Any:
+    """The value of a JSON or YAML file. Raises ConfigError for one that cannot be read or holds a mistake."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
+        raise ConfigError(f"--config: {file!r} cannot be read: {reason}. Give a YAML or JSON file.") from None
+    return parse_text(text, file)
 
 
 def nearest(name: Any, known: Iterable[str], message: str = " (did you mean {}?)") -> str:

@@ -283,7 +283,15 @@ def _check_run(trainer: Any, config: Any, groups: DeviceGroups | None) -> None:
     """Lets the trainer say what is wrong before anything starts. One without ``check`` has that of the shared keys."""
     if hasattr(trainer, "check"):
         trainer.check(config, groups)
-        return
+    else:
+        _check_shared(trainer, config, groups)
+    if isinstance(config, TrainConfig):
+        from trainers.parts.model_checks import check_weights
+
+        check_weights(config, groups)
+
+
+def _check_shared(trainer: Any, config: Any, groups: DeviceGroups | None) -> None:
     from trainers.parts import check_before_start, check_completions, check_rewards
 
     if isinstance(config, TrainConfig):

@@ -30,7 +30,7 @@ from rayhelper.errors import ConfigError, DecorationError, RayHelperError
 from rayhelper.named_class import is_file, module_of_file, search_current_folder
 from rayhelper.planning.refusals import refusals
 from rayhelper.planning.role_kinds import default_hosts
-from rayhelper.text import parse_text
+from rayhelper.text import parse_file
 
 __all__ = ["Finding", "check", "findings"]
 
@@ -69,7 +69,7 @@ def check(target: str, device_groups: str | None = None, config: str | None = No
     try:
         groups = _groups(device_groups, config)
         if config is not None:
-            values = parse_text(Path(config).read_text(encoding="utf-8"), config)
+            values = parse_file(config)
             refused, unsure = refusals(target, config, values)
             if refused:
                 raise ConfigError("\n  - ".join(["the trainer refuses the file", *refused, *unsure]))
@@ -212,7 +212,7 @@ def _groups(device_groups: str | None, config: str | None) -> DeviceGroups | Non
         return DeviceGroups.parse(device_groups)
     if config is None:
         return None
-    values = parse_text(Path(config).read_text(encoding="utf-8"), config)
+    values = parse_file(config)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{config} must hold a mapping, got {type(values).__name__}")
     if "device_groups" in values:

@@ -113,4 +113,6 @@ def _env(where: str, env: Any) -> tuple[tuple[str, str], ...]:
             raise ConfigError(f"env of {where} has the name {shown(name)}. Write the name of a variable in quotes.")
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise ConfigError(f"env {name!r} of {where} must be text, got {shown(value)}. Put the value in quotes.")
+        if "\0" in f"{name}{value}":
+            raise ConfigError(f"env {name!r} of {where} holds a character of code 0, which no variable may hold.")
     return tuple((name, str(value)) for name, value in env.items())

@@ -12,7 +12,6 @@ import difflib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rayhelper.device_groups import DeviceGroup, DeviceGroups
@@ -37,7 +36,7 @@ from rayhelper.planning.plan_roles import (
 from rayhelper.planning.refusals import chosen_engine, refusals
 from rayhelper.planning.role_kinds import RoleKind, kind_of, roles_named
 from rayhelper.ranks import runs
-from rayhelper.text import parse_text
+from rayhelper.text import parse_file, parse_text
 
 UNREAD_KEYS = ("strategy_args", "strategy_name")  # of ROLL, which trainers read
 DEFAULT_GPUS_PER_NODE = 8
@@ -169,12 +168,7 @@ def make_plan(
 
 def _read(config: str) -> Mapping[Any, Any]:
     """What the file holds. Raises ConfigError if it is none, or holds no mapping."""
-    try:
-        text = Path(config).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise ConfigError(f"--config: {config!r} cannot be read: {reason}. Give a YAML or JSON file.") from None
-    values = parse_text(text, config)
+    values = parse_file(config)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{config} must hold a mapping of keys to values, got {type(values).__name__}.")
     return values

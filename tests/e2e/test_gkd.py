@@ -608,7 +608,7 @@ def test_a_teacher_of_other_tokens_is_refused(model: str, tmp_path: Path) -> Non
     config = gkd_config(model, tmp_path, teacher_model=other)
     with pytest.raises(ConfigError, match=r"1 tokens differ, '<\|think\|>' is unknown here and 260 there"):
         GKDTrainer.check(config, None)
-    with pytest.raises(ConfigError, match="no model could be read from 'nobody/nothing'"):
+    with pytest.raises(ConfigError, match="teacher_model: 'nobody/nothing' has no configuration that can be read"):
         GKDTrainer.check(gkd_config(model, tmp_path, teacher_model="nobody/nothing"), None)
 
 

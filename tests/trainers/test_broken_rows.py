@@ -13,7 +13,7 @@ import pytest
 from rayhelper import ConfigError
 from tests.e2e.runs import dpo_config, gkd_config, grpo_config, ppo_config, reward_config, sft_config
 from tests.golden.tiny import save_tiny
-from trainers.data.broken_rows import pair_mistake, prompt_mistake, supervised_mistake
+from trainers.data.broken_rows import pair_mistake, prompt_mistake, response_mistake, supervised_mistake
 from trainers.data.rows import load_rows
 from trainers.data.sources import read_source
 from trainers.dpo.trainer import DPOTrainer
@@ -94,6 +94,24 @@ def test_conversations_without_a_chat_template_are_one_line_before_anything_is_b
         (prompt_mistake, {"messages": [ANSWER]}, ("messages", "no turn to answer")),
         (prompt_mistake, {"messages": "a"}, ("messages", "the text 'a', not a conversation")),
         (prompt_mistake, {"prompt": None, "messages": [USER, ANSWER]}, None),
+        (prompt_mistake, {"prompt": [{"role": "user", "content": [3]}]},
+         ("prompt", "message 0 has a part that is the number 3")),
+        (prompt_mistake, {"prompt": [{"role": "user", "content": [{"type": "text", "text": 3}]}]},
+         ("prompt", "message 0 has a part whose text is the number 3")),
+        (prompt_mistake, {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+         ("messages", "message 0 has a part whose text is null")),
+        (prompt_mistake, {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]}, None),
+        (prompt_mistake, {"prompt": [USER, {"role": "assistant", "content": "", "tool_calls": 3}]},
+         ("prompt", "message 1 has tool_calls that are the number 3, not a list of mappings")),
+        (supervised_mistake, {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": ["x"]}]},
+         ("messages", "message 1 has tool_calls that are a list, not a list of mappings")),
+        (response_mistake, {"prompt": "a", "completion": 3},
+         ("completion", "the number 3, not text or a conversation")),
+        (response_mistake, {"prompt": "a", "completion": [ANSWER]},
+         ("completion", "a list, and prompt is the text 'a'")),
+        (response_mistake, {"prompt": "a", "completion": None}, ("completion", "null")),
+        (response_mistake, {"messages": [USER, ANSWER, USER]}, ("messages", "no last turn of the assistant")),
+        (response_mistake, {"prompt": [USER], "completion": "b"}, None),
         (prompt_mistake, {"prompt": [USER, {"role": "assistant", "content": None, "tool_calls": [{}]}]}, None),
         (supervised_mistake, {"text": 3}, ("text", "the number 3, not text")),
         (supervised_mistake, {"text": None, "messages": None}, ("text", "null")),
@@ -178,3 +196,30 @@ def test_what_is_done_to_rows_beforehand_leaves_broken_ones_to_be_found(
     settings: dict[str, Any], rows: list[dict[str, Any]]
 ) -> None:
     assert [prompt_mistake(row) is None for row in load_rows(rows, **settings)] == [True, False]
+
+
+def test_gkd_names_broken_responses_before_the_start_or_leaves_them_out(model: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "a bee", "completion": completion} for completion in (" sees", 3, None, [], " two")]
+    keys: dict[str, Any] = {"teacher_model": model, "eval_dataset": None, "dataset": rows}
+    with pytest.raises(ConfigError, match=r"dataset: 3 of 5 rows are broken: row 1 \(completion: the number 3, [^\n]*"):
+        GKDTrainer(gkd_config(model, tmp_path, **keys))
+    assert len(GKDTrainer(gkd_config(model, tmp_path, **keys, skip_broken_rows=True)).rows) == 2
+
+
+def test_options_of_a_row_that_are_no_mapping_are_named(model: str, tmp_path: Path) -> None:
+    rows = [{"prompt": [USER], "chat_template_kwargs": given} for given in ({"a": 1}, 3, None)]
+    with pytest.raises(ConfigError, match=r"row 1 \(chat_template_kwargs: the number 3, not a mapping\)"):
+        GRPOTrainer(grpo_config(model, tmp_path, dataset=rows, eval_dataset=None))
+
+
+def test_a_row_that_the_chat_template_cannot_write_is_named(model: str, tmp_path: Path) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    rows = [{"messages": [USER, ANSWER]}, {"messages": [USER, call]}]
+    template = "{% for message in messages %}{{ message.content + 'x' }}{% endfor %}"
+    with pytest.raises(ConfigError, match=r"cannot write a conversation: [^\n]*content[^\n]*tokenizing row 1 of the"):
+        SFTTrainer(sft_config(model, tmp_path, dataset=rows, chat_template=template))
+
+
+def test_a_folder_that_holds_no_rows_is_one_line(model: str) -> None:
+    with pytest.raises(ValueError, match=r"^folder '[^\n]*' cannot be read as a dataset: [^\n]*$"):
+        load_rows(model)

@@ -13,7 +13,8 @@ import peft  # noqa: F401  (it sets a variable of the environment when it is fir
 import pytest
 
 from rayhelper import ConfigError, DeviceGroups
-from trainers.configuration.shared import SCHEDULES, TrainConfig, sequences_per_step, total_steps
+from trainers.configuration.shared import TrainConfig, sequences_per_step, total_steps
+from trainers.configuration.values import SCHEDULES
 from trainers.dpo.config import DPOConfig
 from trainers.grpo.choices import keys_of
 from trainers.grpo.config import GRPOConfig

@@ -105,6 +105,33 @@ GRPO: dict[str, Any] = {"reward_funcs": ["format"]}
         (SFTConfig, {"prompt_template": "{"}, "prompt_template '{': "),
         (SFTConfig, {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"a": 1}},
          "lr_scheduler_kwargs is {'a': 1}, but lr_scheduler_type constant reads none"),
+        (SFTConfig, {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-3}},
+         "in some step. It must stay between 0 and learning_rate (2e-05)"),
+        (SFTConfig, {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": -1e-6}},
+         "min_lr must be a finite number of at least 0, got -1e-06"),
+        (SFTConfig, {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": math.nan}},
+         "min_lr_rate must be a finite number of at least 0, got nan"),
+        (SFTConfig, {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1e-4}},
+         "lr_end (0.0001) must be smaller than initial lr (2e-05)"),
+        (SFTConfig, {"tuner_type": "lora", "lora_dropout": 1.0}, "lora_dropout must lie in [0, 1), got 1.0"),
+        (SFTConfig, {"tuner_type": "lora", "lora_rank": 10**6}, "lora_rank must be at most 10000, got 1000000"),
+        (SFTConfig, {"tuner_type": "lora", "lora_kwargs": {"modules_to_save": 3}},
+         "lora_kwargs: modules_to_save is 3, which is no value of this field of peft's LoraConfig"),
+        (SFTConfig, {"tuner_type": "lora", "lora_kwargs": {"modules_to_save": "lm_head"}}, "modules_to_save is 'lm_"),
+        (SFTConfig, {"tuner_type": "lora", "lora_kwargs": {"use_dora": "yes"}}, "lora_kwargs: use_dora is 'yes'"),
+        (SFTConfig, {"tuner_type": "lora", "lora_kwargs": {"bias": "x"}}, "lora_kwargs: bias is 'x'"),
+        (SFTConfig, {"tuner_type": "lora", "lora_kwargs": {"init_lora_weights": "x"}}, "init_lora_weights is 'x'"),
+        (SFTConfig, {"tuner_type": "lora", "lora_kwargs": {"auto_mapping": {}}}, "lora_kwargs must be one of r, "),
+        (SFTConfig, {"tuner_type": "boft", "tuner_kwargs": {"boft_block_size": "x"}}, "boft_block_size is 'x'"),
+        (SFTConfig, {"chat_template": "{{ 1/0 }}"}, "chat_template does not read messages"),
+        (SFTConfig, {"chat_template": "/"}, "chat_template: '/' is a folder. Give a file."),
+        (SFTConfig, {"output_dir": "s3://bucket/run"}, "output_dir is the address 's3://bucket/run'"),
+        (SFTConfig, {"resume_from_checkpoint": ""}, "resume_from_checkpoint is empty"),
+        (SFTConfig, {"external_plugins": [""]}, "external_plugins holds an empty name"),
+        (SFTConfig, {"system": "\ud800"}, "system holds half a surrogate pair"),
+        (SFTConfig, {"env": {"A": "\ud800"}}, "env: 'A' holds half a surrogate pair"),
+        (SFTConfig, {"device_groups": {"a": {"device": "CPU", "ranks": 1, "workers": ["train"], "env": {"A": "\0"}}}},
+         "env 'A' of group 'a' holds a character of code 0"),
     ],
 )  # fmt: skip
 def test_a_value_without_a_meaning_is_refused_by_its_key(kind: type, keys: dict[str, Any], told: str) -> None:
@@ -207,7 +234,8 @@ def test_a_key_that_is_given_twice_is_told_as_such() -> None:
 def test_a_file_says_numbers_in_plain_digits_too(line: str, text: str, number: int, tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("model: m\ndataset: d\n" + line.format(text))
     with pytest.raises(
-        ConfigError, match=f"{text} is not a number in decimal digits. Write {number}, or put it in quotes"
+        ConfigError,
+        match=f"{text} is not a number in decimal digits. Write {number}, or put it in quotes if it is text",
     ):
         load_config(SFTConfig, ["--config", str(tmp_path / "x.yaml")])
 
@@ -274,6 +302,13 @@ LINEAR = "Its linear layers are down_proj, gate_proj, k_proj, o_proj, q_proj, up
         (["q_proj", "c_attn"], {}, f"is q_proj, c_attn, .*no layer of the model is named c_attn. {LINEAR}"),
         (["self_attn"], {}, f": Target module Qwen3Attention is not supported. .*{LINEAR}"),
         (["q_proj"], {"layers_to_transform": [7]}, LINEAR),
+        (["q_proj"], {"layers_to_transform": [0, 7]}, "lora_kwargs do not fit .*layers_to_transform has 7, .* 0 to 1"),
+        (["q_proj"], {"modules_to_save": ["head"]}, "lora_kwargs do not fit .*modules_to_save has head, and no module"),
+        (["q_proj"], {"trainable_token_indices": [-1]}, "lora_kwargs do not fit .*trainable_token_indices has -1"),
+        (["q_proj"], {"target_parameters": ["x"]}, "lora_kwargs do not fit .*target_parameters has x, and no weight"),
+        (["all-linear"], {"exclude_modules": ".*"}, "lora_kwargs do not fit .*: All modules were excluded"),
+        (["all-linear"], {"alpha_pattern": {"q_proj": "x"}}, "lora_kwargs do not fit .*: unsupported operand"),
+        (["all-linear"], {"use_dora": True, "init_lora_weights": "pissa_niter_4", "modules_to_save": ["lm_head"]}, ""),
         (["q_proj", "layers.1.mlp.up_proj", "embed_tokens", "lm_head"], {}, ""),
         (["auto"], {}, ""),
         (["all-linear"], {}, ""),
@@ -348,6 +383,8 @@ def test_names_of_stacked_experts_are_names_of_layers_to_an_adapter(tmp_path: Pa
         ("adamw_torch", {"amsgrad": True}, True),
         ("adamw_torch", {"lr": 1.0}, False),
         ("rmsprop", {"alpha": "x"}, False),
+        ("sgd", {"momentum": math.nan}, False),
+        ("rmsprop", {"momentum": math.inf}, False),
     ],
 )
 def test_arguments_that_an_optimizer_does_not_take_are_named(optim: Any, kwargs: dict[str, Any], fits: bool) -> None:
@@ -357,6 +394,26 @@ def test_arguments_that_an_optimizer_does_not_take_are_named(optim: Any, kwargs:
         return
     with pytest.raises(ConfigError, match=f"do not fit optim={optim}"):
         check_optimizer(config)
+
+
+def test_a_weight_decay_beside_the_key_is_refused_as_no_weight_would_have_it() -> None:
+    with pytest.raises(ConfigError, match="optim_kwargs holds weight_decay, which is the key weight_decay"):
+        check_optimizer(SFTConfig(**NEEDED, optim_kwargs={"weight_decay": 0.1}))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", "model: m\ndataset: d\n".encode("utf-16")])
+def test_a_file_of_another_encoding_is_one_line(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^--config: [^\n]*x.yaml' cannot be read: it is not text in UTF-8[^\n]*$"):
+        load_config(SFTConfig, ["--config", str(tmp_path / "x.yaml")])
+
+
+@pytest.mark.parametrize("section", ["train: 3", "train: {learning_rate: 1e-5}", "rollout: [1]"])
+def test_a_section_without_devices_is_told_what_it_must_hold(section: str, tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(f"model: m\ndataset: d\n{section}\n")
+    with pytest.raises(ConfigError, match=r"is the section of a role, and must hold one of gpus, npus, cpus") as error:
+        load_config(SFTConfig, ["--config", str(tmp_path / "x.yaml")])
+    assert "did you mean" not in str(error.value)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model: str, tmp_path: Path) -> None:
@@ -392,7 +449,7 @@ def test_an_engine_that_quantizes_its_weights_is_refused_unless_it_keeps_them() 
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model: .* has no configuration that can be read"):
+    with pytest.raises(ConfigError, match=r"model: .* has no config.json"):
         check_model_folder(SFTConfig(model=str(tmp_path), dataset="d"))
 
 

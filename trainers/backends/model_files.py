@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+SINGLE = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them
 
 
 def model_folder(model: str | Path, *further: str) -> Path:
@@ -36,3 +39,57 @@ def safetensors_files(folder: Path) -> list[Path]:
     if not files:
         raise FileNotFoundError(f"{folder} holds no model*.safetensors, so it is not a checkpoint of a model")
     return files
+
+
+def weights_mistake(folder: Path) -> str | None:
+    """What is wrong with the files of a model's weights, in words; None: nothing, as far as their headers tell."""
+    for single in SINGLE:
+        if (folder / single).is_file():
+            return _file_mistake(folder / single)
+        index = folder / f"{single}.index.json"
+        if index.is_file():
+            return _index_mistake(index)
+    return f"it has neither {SINGLE[0]} nor shards with {SINGLE[0]}.index.json"
+
+
+def generation_mistake(folder: Path) -> str | None:
+    """What is wrong with ``generation_config.json``, in words; None: nothing, or the folder has none."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_bytes())
+        ends = found.get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return f"{file.name} is not a JSON object"
+    ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if any(type(one) is not int or one < 0 for one in ids):
+        return f"{file.name} has eos_token_id {ends!r}, which is not a token id"
+    return None
+
+
+def _index_mistake(index: Path) -> str | None:
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        files = [index.parent / name for name in names]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{index.name} cannot be read"
+    for file in files:
+        if not file.is_file():
+            return f"{index.name} names {file.name}, which is not there"
+        if mistake := _file_mistake(file):
+            return mistake
+    return None
+
+
+def _file_mistake(file: Path) -> str | None:
+    """What is wrong with a file of weights. Of safetensors the header is read, of other files nothing."""
+    if file.suffix != ".safetensors":
+        return None
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt"):
+            return None
+    except (OSError, SafetensorError) as error:
+        return f"{file.name} is damaged ({error})"

@@ -177,7 +177,7 @@ def _has_experts(keys: Keys) -> bool:
         return False
     try:
         found = (Path(str(keys.get("model"))).expanduser() / "config.json").read_text(encoding="utf-8")
-    except OSError:
+    except (OSError, ValueError):
         return False
     return "num_experts" in found or "n_routed_experts" in found or "num_local_experts" in found
 
@@ -188,7 +188,7 @@ def _has_router_loss(keys: Keys) -> bool:
         return False
     try:
         found = (Path(str(keys.get("model"))).expanduser() / "config.json").read_text(encoding="utf-8")
-    except OSError:
+    except (OSError, ValueError):
         return False
     return '"router_aux_loss_coef"' in found
 

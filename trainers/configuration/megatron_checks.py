@@ -22,6 +22,7 @@ from trainers.backends.own_code import own_code_mistake
 from trainers.configuration.roles import LEARNS, backend_model
 from trainers.configuration.shared import TrainConfig, megatron_settings
 from trainers.configuration.tuners import trained_parts
+from trainers.configuration.values import is_there
 from trainers.data.images.processor import is_vision
 
 
@@ -145,7 +146,7 @@ def config_file(model: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if is_there(folder, Path.is_dir):
         return folder / "config.json" if (folder / "config.json").is_file() else None
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         return None

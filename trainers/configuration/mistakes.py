@@ -29,6 +29,11 @@ def mistakes_of(key: str) -> Iterator[None]:
             raise
         told = str(error) if str(error).startswith(key) else f"{key}: {error}"
         raise ConfigError("; ".join([told, *getattr(error, "__notes__", [])])) from error
+    except Exception as error:
+        if not type(error).__module__.startswith("jinja2"):
+            raise
+        told = f"{key}: the chat template cannot write a conversation: {error}"
+        raise ConfigError("; ".join([told, *getattr(error, "__notes__", [])])) from error
 
 
 WHEELS = "https://download.pytorch.org/whl"  # a folder for each build of torch: cpu, cu130, ...

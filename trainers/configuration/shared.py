@@ -27,6 +27,7 @@ from trainers.configuration.values import (
     check_choices,
     check_file,
     check_folder,
+    check_schedule,
     check_seconds,
     check_source,
     check_values,
@@ -51,17 +52,6 @@ OF_FSDP_INSTEAD = {  # what fsdp does in the place of a key of megatron
     ),
 }
 SET_BY_TRAINERS = ("device_map", "output_loading_info", "num_labels", "state_dict", "config")  # of from_pretrained
-PLAIN_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
-# Those of transformers that look at the step alone; some need lr_scheduler_kwargs.
-SCHEDULES = (
-    *PLAIN_SCHEDULES,
-    "cosine_with_restarts",
-    "polynomial",
-    "inverse_sqrt",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,6 +328,8 @@ def check_run(config: RunConfig) -> None:
         raise ConfigError("dataset is empty; give a file, a folder, a hub name, a plugin's dataset, or rows")
     check_source("dataset", config.dataset, config.dataset_split, "train")
     for plugin in config.external_plugins:
+        if not plugin.strip():
+            raise ConfigError("external_plugins holds an empty name. Name a file or a module, or remove it.")
         check_file("external_plugins", plugin, (".py",))
     check_init_kwargs("model_init_kwargs", config.model_init_kwargs, "trust_remote_code", "dtype", "torch_dtype")
     check_folder("model", config.model)
@@ -395,7 +387,7 @@ def check_shared(config: TrainConfig) -> None:
         )
     if config.peak_tflops is not None and not 0 < config.peak_tflops < math.inf:
         raise ConfigError(f"peak_tflops must be a positive number, got {config.peak_tflops}")
-    _check_schedule(config.lr_scheduler_type, config.lr_scheduler_kwargs)
+    check_schedule(config.lr_scheduler_type, config.lr_scheduler_kwargs, config.learning_rate)
     if not 0 <= config.split_dataset_ratio < 1:
         raise ConfigError(f"split_dataset_ratio must lie in [0, 1), got {config.split_dataset_ratio}")
     if not config.split_dataset_ratio:
@@ -410,6 +402,8 @@ def check_shared(config: TrainConfig) -> None:
             "resume_from_checkpoint: auto."
         )
     resume = config.resume_from_checkpoint
+    if resume == "":  # of a variable of the shell that is not set: a new run would begin
+        raise ConfigError("resume_from_checkpoint is empty. Name a checkpoint-N folder, or write auto or null.")
     if not resume:
         unread(config, "resume_from_checkpoint is not set", "resume_without_manifest")
     if isinstance(resume, str) and resume != "auto" and not is_there(resume, Path.is_dir):
@@ -533,30 +527,6 @@ def _check_adapter(config: TrainConfig) -> None:
         raise ConfigError("fsdp_offload_params needs fsdp_sharding_strategy: full_shard")
     if config.fsdp_offload_params:
         unread(config, "fsdp_offload_params keeps the optimizer on the host all the time", "optimizer_offload")
-
-
-def _check_schedule(name: str, kwargs: dict[str, Any]) -> None:
-    one_of("lr_scheduler_type", name, SCHEDULES)
-    if kwargs and name.startswith("constant"):
-        raise ConfigError(f"lr_scheduler_kwargs is {kwargs}, but lr_scheduler_type {name} reads none. Remove it")
-    if name in PLAIN_SCHEDULES and not kwargs:
-        return  # without importing transformers, so that a typo elsewhere is answered at once
-    import torch
-    from transformers import get_scheduler
-
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    settings: dict[str, Any] = {
-        "num_warmup_steps": 1,
-        "num_training_steps": 10,
-        "scheduler_specific_kwargs": dict(kwargs),
-    }
-    try:
-        schedule: Any = get_scheduler(name, optimizer, **settings)
-        rates = [float(rate(step)) for rate in schedule.lr_lambdas for step in range(11)]
-    except Exception as error:  # whatever transformers' arithmetic makes of them
-        raise ConfigError(f"lr_scheduler_kwargs={kwargs} do not fit lr_scheduler_type={name}: {error}") from None
-    if not all(map(math.isfinite, rates)):
-        raise ConfigError(f"lr_scheduler_kwargs={kwargs} of lr_scheduler_type={name} give learning rates like {rates}")
 
 
 def sequences_per_step(config: TrainConfig, num_shards: int, saved_order: Mapping[str, Any] | None = None) -> int:

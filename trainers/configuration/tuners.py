@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rayhelper import ConfigError
 from rayhelper.text import DID_YOU_MEAN, nearest
-from trainers.backends.fsdp.tuners.kinds import DROPOUTS, field_names, peft_config
+from trainers.backends.fsdp.tuners.kinds import CONFIGS, DROPOUTS, field_names, fits, peft_config
 
 LORA_KEYS = {"r": "lora_rank", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
 TARGETS = {"target_modules": "lora_target_modules"}
@@ -82,8 +82,8 @@ def peft_fields(config: TunerConfig, *, disable_dropout: bool) -> dict[str, Any]
 
 def trained_parts(config: Any) -> list[str]:
     """The parts of a vision model that learn themselves beside an adapter of its language model."""
-    asked = config.lora_kwargs.get("modules_to_save") or () if config.tuner_type == "lora" else ()
-    return [one for one in asked if one in PARTS]
+    asked = config.lora_kwargs.get("modules_to_save") if config.tuner_type == "lora" else None
+    return [one for one in asked if one in PARTS] if isinstance(asked, (list, tuple)) else []
 
 
 def check_tuner(config: TunerConfig, *, backend: str, max_steps: int) -> None:
@@ -95,6 +95,10 @@ def check_tuner(config: TunerConfig, *, backend: str, max_steps: int) -> None:
     if not config.lora_alpha > 0:
         raise ConfigError(
             f"lora_alpha must be positive, got {config.lora_alpha}: the adapter is multiplied by lora_alpha / lora_rank"
+        )
+    if config.lora_dropout >= 1:
+        raise ConfigError(
+            f"lora_dropout must lie in [0, 1), got {config.lora_dropout}: the adapter would learn nothing"
         )
     names_none = not config.lora_target_modules and not config.lora_kwargs.get("target_parameters")
     if config.has_adapter and (names_none or not all(map(str.strip, config.lora_target_modules))):
@@ -116,6 +120,11 @@ def check_tuner(config: TunerConfig, *, backend: str, max_steps: int) -> None:
         if key not in known:
             hint = nearest(key, known, DID_YOU_MEAN)
             raise ConfigError(f"{name} must be one of {', '.join(known)}; got {key!r}.{hint}")
+        if not fits(tuner, key, kwargs[key]):
+            raise ConfigError(
+                f"{name}: {key} is {kwargs[key]!r}, which is no value of this field of peft's {CONFIGS[tuner]}. "
+                "Correct or remove it."
+            )
     if trained_parts(config) and set(trained_parts(config)) != set(PARTS):
         raise ConfigError(f"lora_kwargs: modules_to_save has {trained_parts(config)[0]}. Write both: [vit, aligner]")
     if tuner not in ("full", "lora"):

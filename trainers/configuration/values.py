@@ -32,6 +32,8 @@ AT_MOST = {  # numbers beyond them are accepted by every formula, and mean nothi
     "adam_epsilon": 1.0,
     "weight_decay": 100.0,
     "neftune_noise_alpha": 1000.0,
+    "lora_rank": 10_000,
+    "lora_alpha": 1e6,
     **dict.fromkeys(("epsilon", "epsilon_high"), 1000.0),  # a ratio above is a token that the policy did not draw
     **dict.fromkeys(  # weights of terms of a loss, or of a reward
         (
@@ -96,6 +98,7 @@ def check_template(text: str, name: str = "chat_template") -> None:
     """Raises ConfigError for a Jinja template with a mistake in its syntax, and the line of it."""
     from jinja2 import Environment, TemplateSyntaxError
     from jinja2.ext import Extension
+    from jinja2.meta import find_undeclared_variables
 
     class Generation(Extension):
         """``{% generation %}`` ... ``{% endgeneration %}``, which transformers adds."""
@@ -107,10 +110,12 @@ def check_template(text: str, name: str = "chat_template") -> None:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     try:
-        Environment(extensions=["jinja2.ext.loopcontrols", Generation], autoescape=False).parse(text)
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols", Generation], autoescape=False).parse(text)
     except (TemplateSyntaxError, RecursionError) as error:
         line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
         raise ConfigError(f"{name} is not a Jinja template{line}: {error or type(error).__name__}") from None
+    if "messages" not in find_undeclared_variables(parsed):
+        raise ConfigError(f"{name} does not read messages, so that all conversations would be the same text")
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -157,6 +162,10 @@ def _check_texts(config: Any) -> None:
         value = getattr(config, one.name)
         if isinstance(value, str) and "\0" in value:
             raise ConfigError(f"{one.name} holds a character of code 0, which no text may hold")
+        if isinstance(value, str) and not _is_unicode(value):
+            raise ConfigError(f"{one.name} holds half a surrogate pair, which is not Unicode. Remove it.")
+    if re.match(r"[a-z][a-z0-9+.-]*://", str(config.output_dir), re.IGNORECASE):
+        raise ConfigError(f"output_dir is the address {config.output_dir!r}. Name a folder of this machine.")
     if not str(config.output_dir).strip():
         raise ConfigError("output_dir is empty. Name a folder.")
     for key in ("tokenizer", "ref_model", "teacher_model", "sft_model", "value_model", "prompt_template"):
@@ -252,6 +261,13 @@ def _check_env(env: Mapping[str, Any]) -> None:
             raise ConfigError(f"env: {name!r} is not a name of an environment variable (no '=', no space)")
         if "\0" in str(value):
             raise ConfigError(f"env: {name} holds a character of code 0, which no environment variable may hold")
+        if not _is_unicode(f"{name}{value}"):
+            raise ConfigError(f"env: {name!r} holds half a surrogate pair, which is not Unicode. Remove it.")
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text has no half surrogate pair, which no file and no process takes."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _shown(value: Any) -> str:
@@ -272,6 +288,8 @@ def check_file(name: str, source: Any, suffixes: tuple[str, ...]) -> None:
     if not isinstance(source, str) or not source.endswith(suffixes) or any(mark in source for mark in "*?["):
         return
     path = Path(os.path.expanduser(source))
+    if is_there(source, Path.is_dir):
+        raise ConfigError(f"{name}: {source!r} is a folder. Give a file.")
     if not is_there(source, Path.is_file):
         beside = [other.name for other in path.parent.iterdir()] if is_there(path.parent, Path.is_dir) else []
         close = nearest(path.name, beside, "{}")
@@ -338,3 +356,55 @@ def check_seconds(config: Any, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{name} must be a positive number of seconds, got {value}")
+
+
+# Schedules of the learning rate
+
+PLAIN = ("linear", "cosine", "constant", "constant_with_warmup")
+# Those of transformers that look at the step alone; some need lr_scheduler_kwargs.
+SCHEDULES = (
+    *PLAIN,
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+)
+NUM_STEPS = 10  # of the schedule that is tried
+ROUNDING = 1e-6
+
+
+def check_schedule(name: str, kwargs: dict[str, Any], learning_rate: float) -> None:
+    """Raises ConfigError for an unknown schedule, and for arguments with which it fails or leaves the range from 0 to
+    ``learning_rate``. A short one is tried."""
+    one_of("lr_scheduler_type", name, SCHEDULES)
+    if kwargs and name.startswith("constant"):
+        raise ConfigError(f"lr_scheduler_kwargs is {kwargs}, but lr_scheduler_type {name} reads none. Remove it")
+    if name in PLAIN and not kwargs:
+        return  # without importing transformers, so that a typo elsewhere is answered at once
+    told = f"lr_scheduler_kwargs={kwargs} do not fit lr_scheduler_type={name}"
+    for key, value in kwargs.items():
+        if isinstance(value, (int, float)) and not 0 <= value < math.inf:
+            raise ConfigError(f"{told}: {key} must be a finite number of at least 0, got {value}")
+    import torch
+    from transformers import get_scheduler
+
+    highest = learning_rate or 1.0
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=highest)
+    settings: dict[str, Any] = {
+        "num_warmup_steps": 1,
+        "num_training_steps": NUM_STEPS,
+        "scheduler_specific_kwargs": dict(kwargs),
+    }
+    try:
+        schedule: Any = get_scheduler(name, optimizer, **settings)
+        shares = [float(share(step)) for share in schedule.lr_lambdas for step in range(NUM_STEPS + 1)]
+    except Exception as error:  # whatever transformers' arithmetic makes of them
+        raise ConfigError(f"{told}: {' '.join(str(error).split())}") from None
+    for share in shares:
+        if not -ROUNDING <= share <= 1 + ROUNDING:
+            raise ConfigError(
+                f"{told}: the learning rate would be {share * highest:g} in some step. It must stay between 0 and "
+                f"learning_rate ({learning_rate:g})."
+            )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 NUM_TOLD = 5
+OPTIONS = "chat_template_kwargs"
 Mistake = tuple[str, str]
 Seen = Sequence[str]
 logger = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ def without_broken(
     present = [name for name in columns if name in rows.column_names]
     if not present:
         return rows
-    found = {number: mistake_of(row) for number, row in enumerate(rows.select_columns(present))}
+    present += [name for name in (OPTIONS,) if name in rows.column_names]
+    found = {number: mistake_of(row) or _options(row) for number, row in enumerate(rows.select_columns(present))}
     broken = {number: mistake for number, mistake in found.items() if mistake is not None}
     if not broken:
         return rows
@@ -138,6 +140,19 @@ def judged_mistake(row: Mapping[str, Any], seen: Seen = ()) -> Mistake | None:
     return of_prompt or in_column(row, "completion", empty=True) or _completed(row)
 
 
+def response_mistake(row: Mapping[str, Any], seen: Seen = ()) -> Mistake | None:
+    """Of a row with a prompt that is learned from: its ``completion``, or the last turn of its ``messages``.
+
+    ``seen``: as ``in_column``.
+    """
+    if row.get("completion") is not None:
+        return in_column(row, "completion", empty=True, seen=seen) or _completed(row)
+    messages = row.get("messages")
+    if messages is None:
+        return "completion", "null"
+    return None if messages[-1]["role"] == "assistant" else ("messages", "no last turn of the assistant")
+
+
 def in_column(
     row: Mapping[str, Any], name: str, *, text: bool = True, empty: bool = False, seen: Seen = ()
 ) -> Mistake | None:
@@ -159,9 +174,29 @@ def in_column(
             return name, f"message {number} has no role"
         if not isinstance(message.get("content"), (str, list)) and not message.get("tool_calls"):
             return name, f"message {number} has no content"
+        if odd := _odd_part(message):
+            return name, f"message {number} has {odd}"
         if media := _media(message.get("content"), seen):
             return name, f"message {number} has a part of type {media!r}, which this run cannot read"
     return None
+
+
+def _odd_part(message: Mapping[str, Any]) -> str | None:
+    """What in a message no template can write: a part without text, or a call that is no mapping."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, (str, Mapping)):
+            return f"a part that is {_called(part)}"
+        if isinstance(part, Mapping) and part.get("type") in (None, "text") and not isinstance(part.get("text"), str):
+            return f"a part whose text is {_called(part.get('text'))}"
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)):
+        return f"tool_calls that are {_called(calls)}, not a list of mappings"
+    return None
+
+
+def _options(row: Mapping[str, Any]) -> Mistake | None:
+    given = row.get(OPTIONS)
+    return None if given is None or isinstance(given, Mapping) else (OPTIONS, f"{_called(given)}, not a mapping")
 
 
 def _media(content: Any, seen: Seen) -> str | None:

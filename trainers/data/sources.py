@@ -200,7 +200,6 @@ def _is_unicode(value: Any) -> bool:
 
 def _read_named(name: str, split: str, skip_broken: bool = False, columns: Mapping[str, str] | None = None) -> Dataset:
     """The dataset behind a name: registered, a pattern, a folder, a file, or on the hub."""
-    import datasets
 
     whole, count, is_first = counted(name)
     if count is not None:
@@ -213,9 +212,7 @@ def _read_named(name: str, split: str, skip_broken: bool = False, columns: Mappi
         return read_source(found, split, skip_broken=skip_broken, columns=columns)
     path = Path(name).expanduser()
     if path.is_dir():
-        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-            return read_source(datasets.load_from_disk(str(path)), split)
-        return with_folder(datasets.load_dataset(str(path), split=split), path, columns)
+        return _read_folder(path, split, columns)
     if path.is_file():
         return read_files([path], skip_broken, columns)
     if glob.has_magic(name):
@@ -226,6 +223,21 @@ def _read_named(name: str, split: str, skip_broken: bool = False, columns: Mappi
     if path.suffix in FILE_TYPES or name.startswith(("/", "./", "../", "~")):
         raise FileNotFoundError(f"dataset file {name!r} does not exist. {_beside(path)}")
     return _read_hub(name, split)
+
+
+def _read_folder(path: Path, split: str, columns: Mapping[str, str] | None) -> Dataset:
+    import datasets
+
+    is_saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+    try:
+        found = datasets.load_from_disk(str(path)) if is_saved else datasets.load_dataset(str(path), split=split)
+    except Exception as error:  # of any kind, by what the folder holds
+        reason = error if error.__cause__ is None else error.__cause__
+        told = " ".join(str(reason).split())
+        raise ValueError(
+            f"folder {str(path)!r} cannot be read as a dataset: {type(reason).__name__}: {told}"
+        ) from error
+    return read_source(found, split) if is_saved else with_folder(found, path, columns)
 
 
 def _read_part(part: Part, split: str, **options: Any) -> Dataset:

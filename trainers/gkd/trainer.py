@@ -37,6 +37,8 @@ from trainers.batch import Prompts, Ragged, Rollouts, Tasks
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of_steps, sequences_per_step, total_steps
 from trainers.data.batches import Batches, DrawnRows
+from trainers.data.broken_rows import response_mistake, without_broken
+from trainers.data.images.conversations import TYPES
 from trainers.data.images.pictures import Pictures
 from trainers.data.images.processor import is_vision
 from trainers.data.rows import prompt_of, tokenize_prompts
@@ -167,6 +169,11 @@ class GKDTrainer:
     def read(self, source: Any, split: str) -> Any:
         """The rows of a dataset, each with a prompt; without long ones where ``drop_long_prompts`` says so."""
         rows = read_prompts(self.config, source, split, self.images, self.tokenizer)
+        if self.config.uses_responses and has_response(rows[0]):
+            with mistakes_of("dataset"):
+                columns = ("prompt", "completion", "messages")
+                mistake = partial(response_mistake, seen=() if self.images is None else tuple(TYPES))
+                rows = without_broken(rows, mistake, *columns, skip=self.config.skip_broken_rows)
         return without_long(self.config, rows, self.tokenizer, self.images)
 
     def check_rows(self, rows: Any) -> None:

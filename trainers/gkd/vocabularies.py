@@ -6,6 +6,7 @@ from typing import Any
 
 from rayhelper import ConfigError
 from trainers.gkd.config import GKDConfig
+from trainers.parts.model_checks import configuration_of
 
 
 def common_vocab_size(config: GKDConfig, student: str, teacher: str | None, tokenizer: Any) -> int:
@@ -31,13 +32,7 @@ def common_vocab_size(config: GKDConfig, student: str, teacher: str | None, toke
 
 
 def _vocab_size(config: GKDConfig, key: str, model: str) -> int:
-    from transformers import AutoConfig
-
-    try:
-        loaded = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        told = " ".join(str(error).split())
-        raise ConfigError(f"{key}: no model could be read from {model!r}: {told}") from error
+    loaded = configuration_of(model, config.trust_remote_code, key)
     return int(loaded.get_text_config().vocab_size)
 
 
@@ -46,9 +41,10 @@ def _check_same_tokens(config: GKDConfig, teacher: str, tokenizer: Any) -> None:
 
     try:
         theirs = AutoTokenizer.from_pretrained(teacher, trust_remote_code=config.trust_remote_code).get_vocab()
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of any kind, by what the folder holds
+        told = " ".join(str(error).split())
         raise ConfigError(
-            f"teacher_model: no tokenizer could be loaded from {teacher!r} to compare with the student's: {error}"
+            f"teacher_model: no tokenizer could be loaded from {teacher!r} to compare with the student's: {told}"
         ) from error
     ours = tokenizer.get_vocab()
     odd = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))

@@ -20,6 +20,7 @@ from trainers.data.images.processor import ImageReader
 from trainers.data.rows import tokenize_prompts
 from trainers.parts.engine import lora_settings_of_engine, sampling_of
 from trainers.parts.model_checks import (
+    check_files,
     check_lengths,
     check_model_folder,
     check_new_tokens,
@@ -45,6 +46,7 @@ def check_before_start(config: TrainConfig, groups: DeviceGroups | None) -> None
     with mistakes_of("external_plugins"):
         load_plugins(config.external_plugins)
     check_known(config.report_to)
+    check_files(config, groups)
     if config.backend == "megatron":
         check_megatron(config, groups, lora_settings(config))
     learning = {role for role, kind in config.ROLES.items() if kind.does in LEARNS}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError, DeviceGroups
 from trainers.backends.megatron.architectures import SEEING, SPEAKING
+from trainers.backends.model_files import generation_mistake, weights_mistake
 from trainers.backends.own_code import own_code_mistake
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
+from trainers.configuration.values import is_there
 from trainers.configuration.vision import vision_mistake, vision_settings
 from trainers.data.images.processor import is_one_piece, is_vision
 from trainers.parts.models import check_same_tokens, lora_settings
@@ -28,6 +30,8 @@ OF_FROM_PRETRAINED = (
     *("max_memory", "offload_folder", "offload_buffers", "use_kernels", "kernel_config", "strict", "adapter_kwargs"),
     *("tp_plan", "tp_size", "device_mesh", "distributed_config", "dtype", "torch_dtype", "fusion_config"),
 )
+ADAPTER = "adapter_config.json"
+OTHER_FILES = frozenset({"gguf_file", "subfolder", "variant", "use_safetensors"})  # arguments that choose the weights
 FAR_BEYOND = 16  # times the positions that a model knows: a row of packed documents may hold so many of its lengths
 ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
@@ -37,6 +41,8 @@ def check_optimizer(config: TrainConfig) -> None:
     _check_matrices(config)
     if config.backend != "fsdp" or not config.optim_kwargs:
         return
+    if "weight_decay" in config.optim_kwargs:  # which every group of weights has already
+        raise ConfigError("optim_kwargs holds weight_decay, which is the key weight_decay. Write it there.")
     import torch
 
     from trainers.backends.fsdp.optimizer import build_optimizer
@@ -45,7 +51,7 @@ def check_optimizer(config: TrainConfig) -> None:
     for weight in layer.parameters():
         weight.grad = torch.ones_like(weight)
     try:
-        build_optimizer(
+        optimizer = build_optimizer(
             config.optim,
             layer,
             learning_rate=config.learning_rate,
@@ -53,7 +59,11 @@ def check_optimizer(config: TrainConfig) -> None:
             adam_betas=(config.adam_beta1, config.adam_beta2),
             adam_epsilon=config.adam_epsilon,
             kwargs=config.optim_kwargs,
-        ).step()
+        )
+        for _ in range(2):  # the second adds up
+            optimizer.step()
+        if not all(weight.isfinite().all() for weight in layer.parameters()):
+            raise ValueError("weights are no finite numbers after two steps")
     except Exception as error:  # of any kind, by what is given
         raise ConfigError(f"optim_kwargs={config.optim_kwargs} do not fit optim={config.optim}: {error}") from None
 
@@ -75,12 +85,45 @@ def _check_matrices(config: TrainConfig) -> None:
     muon_groups(module, 0.0, {})
 
 
+def check_files(config: TrainConfig, groups: DeviceGroups | None) -> None:
+    """Raises ConfigError for the folder of any role's model in which another file than the weights cannot be read."""
+    for key, folder in _folders(config, groups):
+        configuration_of(str(folder), config.trust_remote_code, key)
+        if (folder / ADAPTER).is_file():
+            raise ConfigError(
+                f"{key}: {str(folder)!r} holds an adapter beside a model ({ADAPTER}), and transformers would load the "
+                f"base model that this file names. Give the folder of the merged model, or remove {ADAPTER}."
+            )
+        if mistake := generation_mistake(folder):
+            raise ConfigError(f"{key}: {str(folder)!r} cannot be loaded: {mistake}. Copy or download the model again.")
+
+
+def check_weights(config: TrainConfig, groups: DeviceGroups | None) -> None:
+    """Raises ConfigError for the folder of any role's model without weights, or with a file whose header is damaged.
+
+    Apart from the other checks: a configuration can be checked where its models lie without weights.
+    """
+    for key, folder in _folders(config, groups):
+        chosen = config.model_init_kwargs.keys() & OTHER_FILES if key == "model" else ()
+        if not chosen and (mistake := weights_mistake(folder)):
+            raise ConfigError(f"{key}: {str(folder)!r} cannot be loaded: {mistake}. Copy or download the model again.")
+
+
+def _folders(config: TrainConfig, groups: DeviceGroups | None) -> Iterator[tuple[str, Path]]:
+    """The folders of the models of all roles, with the keys that name them. Models of the hub or of plugins have none
+    yet."""
+    for role, model in models_of(config, groups):
+        if is_there(folder := Path(model).expanduser(), Path.is_dir):
+            named = next((name for name in config.ROLES[role].models if getattr(config, name, None)), "model")
+            yield named, folder
+
+
 def check_model_folder(config: TrainConfig) -> None:
     """Raises ConfigError for a folder that is no model, arguments it does not take, and a tokenizer of another model.
 
     A model by a hub name, or of a plugin, is not there yet.
     """
-    if not Path(config.model).is_dir():
+    if not is_there(config.model, Path.is_dir):
         return
     found = configuration_of(config.model, config.trust_remote_code)
     check_whole(found, config.model, config.backend, scores=config.SCORES)
@@ -94,7 +137,7 @@ def check_model_folder(config: TrainConfig) -> None:
         check_arguments("model_init_kwargs", config.model_init_kwargs, config.model, config.trust_remote_code)
         check_adapter(config, config.model)
         check_balance(config, found)
-    if config.tokenizer is None or Path(config.tokenizer).is_dir():
+    if config.tokenizer is None or is_there(config.tokenizer, Path.is_dir):
         tokenizer, name = load_tokenizer(config, config.model), config.tokenizer or config.model
         check_vocabulary(tokenizer, found, name, config.model, without=new_tokens(config))
 
@@ -131,15 +174,17 @@ def check_adapter(config: TrainConfig, model: str) -> None:
     if lora is None or config.backend != "fsdp":
         return
     is_all = lora["target_modules"] == "all-linear"
-    if config.tuner_type == "lora" and is_all and not lora.get("modules_to_save"):
+    if config.tuner_type == "lora" and is_all and not config.lora_kwargs:
         return
     from trainers.backends.fsdp.tuners.adapters import (
         check_tied,
+        spelled_out,
         target_mistake,
         tuner_mistake,
         with_modules,
         without_weights,
     )
+    from trainers.backends.fsdp.tuners.kinds import fields_mistake
 
     try:
         module = without_weights(model, trust_remote_code=config.trust_remote_code)
@@ -155,6 +200,31 @@ def check_adapter(config: TrainConfig, model: str) -> None:
         )
     if mistake := tuner_mistake(module, config.tuner_type, settings):
         raise ConfigError(f"tuner_type: {config.tuner_type} does not fit {model!r}: {mistake}")
+    if config.tuner_type == "lora" and config.lora_kwargs:
+        module = without_weights(model, trust_remote_code=config.trust_remote_code)  # peft changed the first
+        mistake = _numbers_mistake(config, module, settings) or fields_mistake(module, spelled_out(module, settings))
+        if mistake:
+            raise ConfigError(f"lora_kwargs do not fit {model!r}: {mistake}. Correct or remove them.")
+
+
+def _numbers_mistake(config: TrainConfig, module: Any, settings: Mapping[str, Any]) -> str | None:
+    """What in fields of an adapter names a layer, a token or a module that the model lacks, of which peft says
+    nothing."""
+    text = module.config.get_text_config()
+    for name, size in (("layers_to_transform", text.num_hidden_layers), ("trainable_token_indices", text.vocab_size)):
+        asked = settings.get(name)
+        found = [asked] if isinstance(asked, int) else asked if isinstance(asked, (list, tuple)) else ()
+        if odd := [one for one in found if not 0 <= one < size]:
+            return f"{name} has {odd[0]}, and the model has the numbers 0 to {size - 1}"
+    names = [name for name, _ in module.named_modules()]
+    for asked in () if gives_values(config) else settings.get("modules_to_save") or ():
+        if not any(f".{name}".endswith(f".{asked}") for name in names):
+            return f"modules_to_save has {asked}, and no module of the model has this name"
+    weights = [name for name, _ in module.named_parameters()]
+    for asked in settings.get("target_parameters") or ():
+        if not any(f".{name}".endswith(f".{asked}") for name in weights):
+            return f"target_parameters has {asked}, and no weight of the model has this name"
+    return None
 
 
 def check_balance(config: TrainConfig, configuration: Any) -> None:
@@ -337,8 +407,9 @@ def gives_values(config: Any) -> bool:
     return getattr(config, "SCORES", False) or hasattr(config, "value_model")
 
 
-def configuration_of(model: str, trust_remote_code: bool, **kwargs: Any) -> Any:
-    """The model's configuration; with ``return_unused_kwargs`` the arguments that are none of its fields too.
+def configuration_of(model: str, trust_remote_code: bool, key: str = "model", **kwargs: Any) -> Any:
+    """The configuration of the model that ``key`` names; with ``return_unused_kwargs`` the arguments that are none of
+    its fields too.
 
     Raises ConfigError.
     """
@@ -347,11 +418,30 @@ def configuration_of(model: str, trust_remote_code: bool, **kwargs: Any) -> Any:
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **kwargs)
     except Exception as error:  # of any kind, by what the folder holds
-        file = config_file(model)
-        if file is not None and (mistake := own_code_mistake(model, json.loads(file.read_text(encoding="utf-8")))):
-            raise ConfigError(mistake) from None
-        told = " ".join(str(error).split())
-        raise ConfigError(f"model: {model!r} has no configuration that can be read: {told}") from None
+        raise ConfigError(_configuration_mistake(key, model, error)) from None
+
+
+def _configuration_mistake(key: str, model: str, error: Exception) -> str:
+    """Why there is no configuration of the model, in words."""
+    folder = Path(model).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        is_adapter = (folder / ADAPTER).is_file()
+        return f"{key}: {model!r} has no config.json. " + (
+            "It holds an adapter alone. Give the folder of the merged model."
+            if is_adapter
+            else "Give the folder that holds it, with weights and tokenizer."
+        )
+    if (file := config_file(model)) is not None:
+        try:
+            found = json.loads(file.read_bytes())
+        except (OSError, ValueError) as unread:
+            return f"{key}: {str(file)!r} cannot be read as JSON: {unread}. Copy or download the model again."
+        if not isinstance(found, dict):
+            return f"{key}: {str(file)!r} is not a JSON object of fields. Copy or download the model again."
+        if mistake := own_code_mistake(model, found):
+            return mistake
+    told = " ".join(str(error).split()) or type(error).__name__
+    return f"{key}: {model!r} has no configuration that can be read: {told}"
 
 
 def is_encoder(configuration: Any) -> bool:

@@ -39,7 +39,7 @@ def load_tokenizer(config: RunConfig, model: str) -> Any:
     name = model if has_grown else config.tokenizer or model
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of any kind, by what the folder holds
         said = " ".join(str(error).split()).removesuffix(".")
         raise ConfigError(
             f"no tokenizer could be loaded from {name!r}: {said}. Give a folder or a hub name as model or tokenizer."

@@ -77,8 +77,8 @@ class PairEncoder:
 
 
 def _only_turn(text: Conversation) -> Any:
-    turns = [message["content"] for message in text.messages if message["role"] != "system"]
-    if len(turns) != 1:
+    turns = [message.get("content") for message in text.messages if message["role"] != "system"]
+    if len(turns) != 1 or turns[0] is None:
         raise ValueError(
             f"a query and a document have one turn each, in addition to a system message; this one has {len(turns)}"
         )

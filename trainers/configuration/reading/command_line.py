@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from rayhelper import ConfigError
 from rayhelper.device_groups.keys import SECTION_KEYS, SIZE_KEYS
-from rayhelper.text import nearest, parse_text
+from rayhelper.text import nearest, parse_file, parse_text
 from trainers.configuration.defaults import Holding, defaults_of, holding, told_of
 from trainers.configuration.others.ms_swift import with_config
 from trainers.configuration.others.ms_swift_meanings import mean_as_there
@@ -37,19 +37,19 @@ from trainers.configuration.others.other_names import (
     REFUSED,
     TRANSLATED,
     is_neutral,
-    why_refused,
 )
 from trainers.configuration.others.strategies import open_strategies
 from trainers.configuration.others.translations import translate
 from trainers.configuration.reading.folders import rlhf_types
 from trainers.configuration.reading.given_keys import COMMAND_LINE, GivenKeys, plain
 from trainers.configuration.reading.help import print_help
+from trainers.configuration.reading.remedies import why_not_here
 from trainers.configuration.reading.role_sections import lift_sections, our_name
 from trainers.configuration.reading.secrets import masked, unmasked
 from trainers.configuration.reading.text import as_yaml, default_of
 from trainers.configuration.reading.typed_values import admits_bool, bracketed, typed
-from trainers.configuration.roles import Role
-from trainers.configuration.values import types_of
+from trainers.configuration.roles import WELL_KNOWN, Role
+from trainers.configuration.values import is_there, types_of
 
 ConfigT = TypeVar("ConfigT")
 Options = list[tuple[list[str], list[str]]]
@@ -247,10 +247,10 @@ def _put(old: Any, inner: list[str], value: Any) -> Any:
 def _add_file(file: str, given: GivenKeys) -> None:
     """Adds the keys of a YAML file, under our names."""
     path = Path(file)
-    if not path.is_file():
+    if not is_there(path):
         beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(f"--config: there is no file {file!r}{nearest(path.name, beside)}")
-    found = parse_text(path.read_text(encoding="utf-8"), file)
+    found = parse_file(file)
     if not isinstance(found, Mapping) and found is not None:
         raise ConfigError(f"{file} must hold a mapping of keys to values, got {type(found).__name__}")
     for written, value in (found or {}).items():
@@ -310,7 +310,7 @@ def _told(foreign: Iterable[tuple[str, str, Any]], given: GivenKeys) -> list[str
             mistakes.append(f"{where}: {name} holds for all roles; move it to the top level")
         elif name in HINTS:
             given.notes[name] = HINTS[name]
-        elif reason := why_refused(name):
+        elif reason := why_not_here(name, given.known):
             reasons.setdefault((where, reason), []).append(name)
         else:
             mistakes.append(f"{where}: {_unknown(name, value, given, is_in_section)}")
@@ -325,6 +325,9 @@ def _unknown(name: str, value: Any, given: GivenKeys, is_in_section: bool) -> st
     meant = ALIASES.get(name)
     if meant is not None:
         return f"{name} is another name of {meant}, which is not a key of this trainer; remove it"
+    if name in WELL_KNOWN and not (isinstance(value, Mapping) and any(key in SIZE_KEYS for key in value)):
+        told = f"{name} is the section of a role, and must hold one of {', '.join(SIZE_KEYS)}"
+        return f"{told}: {name}: {{{next(iter(SIZE_KEYS))}: 1}}. Keys for all roles belong to the top level"
     names = [*given.known, *ALIASES, *(SECTION_KEYS if is_in_section else ())]
     near = nearest(name, names) or nearest(name, [*NEUTRAL, *HINTS, *REFUSED, *TRANSLATED])
     if isinstance(value, Mapping) and {"device_mapping", "strategy_args", "model_args"} & value.keys():
@@ -337,7 +340,8 @@ def _unknown(name: str, value: Any, given: GivenKeys, is_in_section: bool) -> st
         size = next((hint for key in value if (hint := nearest(str(key), SIZE_KEYS))), "")
         return f"unknown key {name}{near}; the section of a role needs {', '.join(SIZE_KEYS)}{size}"
     is_megatron = "megatron" in given.known and given.get("backend") == "megatron"
-    return f"unknown key {name}{near}{_field(name) if is_megatron else ''}; --help all lists all keys"
+    field = _field(name) if is_megatron else ""
+    return f"unknown key {name}{field or near}; --help all lists all keys"
 
 
 def _field(name: str) -> str:

@@ -496,7 +496,7 @@ def tuner_mistake(module: Any, tuner: str, settings: Mapping[str, Any]) -> str |
     try:
         config = peft_config(tuner, fields, num_training_steps=MANY_STEPS)
         get_peft_model(module, config, low_cpu_mem_usage=True)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         return _told(error)
     return None
 

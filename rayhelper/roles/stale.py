@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import is_dataclass
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -65,7 +66,12 @@ class Snapshot:
         self.specs = {place: namespace.get("__spec__") for place, namespace in found.namespaces.items()}
         self.compared: dict[Any, list[Compared]] = {}  # by method, once it has been called
         self.left_to_roles: dict[str, Any] = {}  # what attributes were when a role's method that sets them was called
-        self.inside = {name: Inside(value) for name, value in vars(instance).items() if not isinstance(value, PLAIN)}
+        torchs = _hooks_of_torch() if instance_of(instance, "torch.nn", "Module") else ()
+        self.inside = {
+            name: Inside(value)
+            for name, value in vars(instance).items()
+            if not isinstance(value, PLAIN) and name not in torchs
+        }
         self.inside_globals = {
             key: Inside(value) for key, value in self.globals.items() if not isinstance(value, PLAIN)
         }
@@ -262,6 +268,12 @@ def _stamp(value: Any) -> Any:
     if instance_of(value, "torch", "Tensor"):
         return value._version, value.dtype, value.device.type, value.requires_grad, id(value)
     return None
+
+
+@functools.cache
+def _hooks_of_torch() -> Collection[str]:
+    """The names under which each module of torch keeps what is its own: parameters, hooks."""
+    return frozenset(vars(sys.modules["torch.nn"].Module()))
 
 
 _DEPTH = 3

@@ -249,6 +249,32 @@ def _with_role(way: str) -> Any:
     return Uses(way)
 
 
+@RayHelper.worker(group="train")
+class Network(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(1, 1)
+        self.scale = 1.0
+
+    def forward(self, x: Any) -> Any:
+        return self.lin(x) * self.scale
+
+    @RayHelper.function(group="train", execute="first")
+    def fit(self) -> None:
+        self(torch.ones(1, 1)).sum().backward()
+        self.zero_grad()
+
+
+@RayHelper.worker(group="train")
+class OfNetwork:
+    def __init__(self) -> None:
+        self.network = Network()
+
+    @RayHelper.function(group="train", execute="first")
+    def fit(self) -> None:
+        self.network.fit()
+
+
 @pytest.fixture(autouse=True)
 def _session() -> Iterator[None]:
     with RayHelper.session(GROUPS, runtime="inprocess"):
@@ -316,3 +342,16 @@ def test_a_part_whose_loss_is_trained_elsewhere_has_learned() -> None:
     assert whole.other.lin.weight.shape == (1, 1), "which has no gradients there"
     with pytest.raises(AttributeError, match=r"Part\.lin differs from the workers' value: Whole\.learns "):
         _ = whole.part.lin
+
+
+def test_a_module_of_torch_is_followed_into_what_the_user_wrote_of_it() -> None:
+    whole = OfNetwork()
+    for _ in range(2):
+        whole.fit()
+    with pytest.raises(AttributeError, match=r"Network\.state_dict\(\) differs"):
+        _ = whole.network.state_dict()
+    whole.network.scale = 2.0
+    with pytest.raises(
+        RoleError, match=r"OfNetwork\.fit .* reads OfNetwork\.network\.scale, which was set on the driv"
+    ):
+        whole.fit()

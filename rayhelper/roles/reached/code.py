@@ -176,9 +176,12 @@ class Reached:
             return self._enter(value, MISSING, given, named, frame.owner)
         if isinstance(value, weakref.ref):
             return items_of(value)
-        called = None if isinstance(value, (type, *CONTAINERS)) else function_of(type(value), "__call__")
-        if called is not None and is_users(str(type(value).__module__)):
-            return self._enter(called, value, given, named, frame.owner)
+        if isinstance(value, (type, *CONTAINERS)):
+            return {}
+        for name in ("__call__", "forward"):  # which a module of torch calls
+            called = function_of(type(value), name)
+            if called is not None and _is_followed(called, value):
+                return self._attribute_called(frame, value, name, given, named)
         return {}
 
     def _called_local(self, frame: Frame, value: Local, given: list[Values], named: dict[str, Values]) -> Values:
@@ -466,11 +469,11 @@ class Reached:
         entry = inspect.getattr_static(one if isinstance(one, type) else type(one), name, MISSING)
         function = function_of(one if isinstance(one, type) else type(one), name)
         if isinstance(entry, (property, functools.cached_property)):
-            is_followed = function is not None and (is_role_object(one) or is_users(str(type(one).__module__)))
+            is_followed = function is not None and _is_followed(function, one)
             owner = id(one) if is_role_object(one) else frame.owner
             return self._enter(function, one, [], {}, owner) if is_followed and function is not None else {}
         if function is not None:
-            if not (is_role_object(one) or is_users(str(getattr(function, "__module__", "")))):
+            if not _is_followed(function, one):
                 return {}
             if isinstance(entry, staticmethod) or isinstance(one, type):
                 return one_of(inspect.unwrap(function))
@@ -486,3 +489,9 @@ class Reached:
 
     def _of(self, instance: Any) -> Touched:
         return self.touched.setdefault(id(instance), Touched(instance))
+
+
+def _is_followed(function: Callable[..., Any], instance: Any) -> bool:
+    """Whether a method is looked into: the user's, and those of roles, but nothing that they inherit of torch."""
+    module = str(getattr(function, "__module__", ""))
+    return is_users(module) or (is_role_object(instance) and not module.startswith("torch."))

@@ -1,4 +1,4 @@
-"""Whether settings still hold what they held: dicts, lists, dataclasses, namespaces and the like, changed in place.
+"""Whether settings still hold what they held: dicts, lists, dataclasses, small arrays and the like, changed in place.
 
     trainer.options["lr"] = 0.1          an entry of a dict
     trainer.config.model.lr = 0.1        a field of a dataclass in a dataclass
@@ -14,7 +14,7 @@ import datetime
 import itertools
 import operator
 from argparse import Namespace
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -22,8 +22,11 @@ from pathlib import PurePath
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rayhelper.roles.names import MISSING, PLAIN, set_by
 from rayhelper.roles.project import is_users
+from rayhelper.values.slicing import instance_of
 
 MOST_ENTRIES = 512  # of all containers of a value; a larger one is data rather than settings
 _DEPTH = 6
@@ -84,9 +87,14 @@ def _pairs(held: Any, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
         for key in before.keys() | now.keys():
             step = f".{key}" if not isinstance(held, dict) else f"[{key!r}]"
             yield step, before.get(key, MISSING), now.get(key, MISSING)
-    elif isinstance(before, (list, tuple)) and not isinstance(held, (list, tuple)):
+    elif isinstance(before, list) and hasattr(held, "param_groups"):
+        groups: Iterator[tuple[Any, Any]] = itertools.zip_longest(before, now, fillvalue={})
+        for k, (group_before, group) in enumerate(groups):
+            for step, was, value in _pairs(group_before, group_before, group):
+                yield f".param_groups[{k}]{step}", was, value
+    elif isinstance(before, (list, tuple)) and not isinstance(held, (list, tuple, deque)):
         yield from ((f".{name}", was, value) for name, was, value in zip(_names(held) or (), before, now, strict=False))
-    elif isinstance(before, (list, tuple)) and len(before) == len(now):
+    elif isinstance(before, (list, tuple, deque)) and len(before) == len(now):
         yield from ((f"[{k}]", was, value) for k, (was, value) in enumerate(zip(before, now, strict=True)))
     else:
         yield "", before, now
@@ -118,8 +126,12 @@ def _items(value: Any) -> list[tuple[str, Any]] | None:
         if hasattr(type(value), "__missing__") and not _adds_empty(value):  # reading it may add anything
             return None
         return [(f"[{key!r}]", item) for key, item in itertools.islice(value.items(), MOST_ENTRIES + 1)]
-    if isinstance(value, (list, tuple)):
-        return [(f"[{k}]", item) for k, item in enumerate(value[: MOST_ENTRIES + 1])]
+    if isinstance(value, (list, tuple, deque)):
+        return [(f"[{k}]", item) for k, item in enumerate(itertools.islice(value, MOST_ENTRIES + 1))]
+    if isinstance(value, np.ndarray):
+        return [("", None)] * value.size if value.dtype != object else None
+    if instance_of(value, "torch.optim", "Optimizer"):
+        return [(f".param_groups[{k}]", None) for k, _ in enumerate(value.param_groups)]
     if isinstance(value, (set, frozenset)):
         return [("", None)] * len(value)
     if (names := _names(value)) is not None:
@@ -159,8 +171,12 @@ def _entries(value: Any, is_plain: bool) -> Callable[[Any], Any] | None:
         return _filled if is_plain else _identities_of_filled
     if isinstance(value, dict):
         return _itself if is_plain else _identities_of_dict
-    if isinstance(value, list):
+    if isinstance(value, (list, deque)):
         return _itself if is_plain else _identities_of_list
+    if isinstance(value, np.ndarray):
+        return _contents_of_array
+    if instance_of(value, "torch.optim", "Optimizer"):
+        return _settings_of_groups
     if isinstance(value, set):
         return _itself
     names = _names(value) or []
@@ -199,7 +215,16 @@ def _identities_of_dict(value: dict[Any, Any]) -> dict[Any, Any]:
     return {key: _identity(item) for key, item in value.items()}
 
 
-def _identities_of_list(value: list[Any]) -> list[Any]:
+def _contents_of_array(value: np.ndarray[Any, Any]) -> bytes:
+    return value.tobytes()
+
+
+def _settings_of_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """What an optimizer does with each group of parameters, without these."""
+    return [{name: item for name, item in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def _identities_of_list(value: list[Any] | deque[Any]) -> list[Any]:
     return [_identity(item) for item in value]
 
 

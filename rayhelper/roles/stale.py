@@ -14,8 +14,12 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
-from types import FunctionType
+import sys
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import is_dataclass
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from rayhelper.errors import RoleError
@@ -62,7 +66,12 @@ class Snapshot:
         self.specs = {place: namespace.get("__spec__") for place, namespace in found.namespaces.items()}
         self.compared: dict[Any, list[Compared]] = {}  # by method, once it has been called
         self.left_to_roles: dict[str, Any] = {}  # what attributes were when a role's method that sets them was called
-        self.inside = {name: Inside(value) for name, value in vars(instance).items() if not isinstance(value, PLAIN)}
+        torchs = _hooks_of_torch() if instance_of(instance, "torch.nn", "Module") else ()
+        self.inside = {
+            name: Inside(value)
+            for name, value in vars(instance).items()
+            if not isinstance(value, PLAIN) and name not in torchs
+        }
         self.inside_globals = {
             key: Inside(value) for key, value in self.globals.items() if not isinstance(value, PLAIN)
         }
@@ -223,17 +232,21 @@ class InPlace:
     """
 
     def __init__(self, instance: Any) -> None:
-        self.stamps = {
-            name: stamp for name, value in _held_of(instance).items() if (stamp := _stamp(value)) is not None
-        }
+        held = _held_of(instance)
+        self.stamps = {name: stamp for name, value in held.items() if (stamp := _stamp(value)) is not None}
+        self.within = {name: found for name, value in held.items() if (found := list(_stamps_within(value, _DEPTH)))}
 
     def check(self, method: RoleMethod[..., Any], names: Names, target: Any, title: str, owner: str = "self") -> None:
         """Raises RoleError if the method, which does this with the object, reads one that was changed since."""
-        if not self.stamps:
+        if not self.stamps and not self.within:
             return
         held = _held_of(target)
-        for name in names.reads & self.stamps.keys():
-            if name in held and _stamp(held[name]) != self.stamps[name]:
+        for name in names.reads & (self.stamps.keys() | self.within.keys()):
+            is_same = name not in held or name not in self.stamps or _stamp(held[name]) == self.stamps[name]
+            for reference, stamp in self.within.get(name, ()):
+                value = reference()
+                is_same = is_same and (value is None or _stamp(value) == stamp)
+            if not is_same:
                 raise RoleError(
                     f"{title} reads {owner}.{name}, which was changed in place on the driver after construction (its "
                     f"values, dtype, device or mode). The workers of role {method.role!r} have their own copy. Change "
@@ -255,6 +268,34 @@ def _stamp(value: Any) -> Any:
     if instance_of(value, "torch", "Tensor"):
         return value._version, value.dtype, value.device.type, value.requires_grad, id(value)
     return None
+
+
+@functools.cache
+def _hooks_of_torch() -> Collection[str]:
+    """The names under which each module of torch keeps what is its own: parameters, hooks."""
+    return frozenset(vars(sys.modules["torch.nn"].Module()))
+
+
+_DEPTH = 3
+_MOST_ITEMS = 64
+
+
+def _stamps_within(value: Any, depth: int) -> Iterator[tuple[weakref.ref[Any], Any]]:
+    """The modules and tensors in a container, with what they were."""
+    if isinstance(value, (list, tuple, deque)):
+        items = list(value) if len(value) <= _MOST_ITEMS else []
+    elif isinstance(value, dict):
+        items = list(value.values()) if len(value) <= _MOST_ITEMS else []
+    elif isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
+        items = list(getattr(value, "__dict__", {}).values())
+    else:
+        return
+    for item in items:
+        stamp = _stamp(item)
+        if stamp is not None:
+            yield weakref.ref(item), stamp
+        elif depth:
+            yield from _stamps_within(item, depth - 1)
 
 
 _ONLY_HERE = object()  # what no attribute is

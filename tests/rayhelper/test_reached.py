@@ -55,6 +55,16 @@ class Plain:
         return self.part.used()  # type: ignore[no-any-return]
 
 
+class Meter:
+    """An object without roles, whose methods change it."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def add(self, value: float) -> None:
+        self.seen.append(value)
+
+
 def used_by(whole: Any) -> float:
     return whole.held.used()  # type: ignore[no-any-return]
 
@@ -108,9 +118,17 @@ class Whole:
         self.part = Part()
         self.other = Part()
         self.held: Any = WAYS[way][0](self.part) if way else {"a": [self.part], "b": [self.other]}
+        self.parts = [self.part, self.other]
         self.seen: list[float] = []
         self.state = SimpleNamespace(step=0)
         self.number = 0
+        self.meter = Meter()
+        self.buffer = torch.zeros(2)
+        self.model = torch.nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        self.generator = torch.Generator().manual_seed(1)
+        self.rows = iter(range(9))
 
     @property
     def as_property(self) -> Any:
@@ -157,6 +175,57 @@ class Whole:
         setattr(self, "number", 5)  # noqa: B010
 
     @RayHelper.function(group="train", execute="first")
+    def by_its_dict(self) -> None:
+        vars(self).update(number=5)
+
+    @RayHelper.function(group="train", execute="first")
+    def by_a_plain_object(self) -> None:
+        self.meter.add(1.0)
+
+    @RayHelper.function(group="train", execute="first")
+    def by_the_tensor(self) -> None:
+        self.buffer.add_(1.0)
+
+    @RayHelper.function(group="train", execute="first")
+    def by_initialising(self) -> None:
+        torch.nn.init.constant_(self.model.weight, 4.0)
+
+    @RayHelper.function(group="train", execute="first")
+    def by_loading(self) -> None:
+        self.model.load_state_dict({"weight": torch.ones(1, 1), "bias": torch.ones(1)})
+
+    @RayHelper.function(group="train", execute="first")
+    def by_each_weight(self) -> None:
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.fill_(3.0)
+
+    @RayHelper.function(group="train", execute="first")
+    def by_the_scheduler(self) -> None:
+        self.optimizer.step()
+        self.scheduler.step()
+
+    @RayHelper.function(group="train", execute="first")
+    def draws(self) -> float:
+        return float(torch.rand((), generator=self.generator))
+
+    @RayHelper.function(group="train", execute="first")
+    def takes_a_row(self) -> int:
+        return next(self.rows)
+
+    @RayHelper.function(group="train", execute="first")
+    def changes_copies(self) -> None:
+        logits = self.model.forward(torch.ones(1, 1)).detach()
+        logits.div_(2.0)
+        self.buffer.clone().add_(1.0)
+        torch.relu_(self.buffer * 2)
+        torch.cat([self.buffer, self.buffer]).zero_()
+        next(part for part in self.parts if part is self.part)
+        [*self.seen].append(1.0)
+        (self.seen + self.seen).clear()
+        self.seen.copy().append(3.0)
+
+    @RayHelper.function(group="train", execute="first")
     def learns(self) -> None:
         with torch.no_grad():
             self.other.loss()
@@ -178,6 +247,32 @@ def _with_role(way: str) -> Any:
             return self.untouched()
 
     return Uses(way)
+
+
+@RayHelper.worker(group="train")
+class Network(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(1, 1)
+        self.scale = 1.0
+
+    def forward(self, x: Any) -> Any:
+        return self.lin(x) * self.scale
+
+    @RayHelper.function(group="train", execute="first")
+    def fit(self) -> None:
+        self(torch.ones(1, 1)).sum().backward()
+        self.zero_grad()
+
+
+@RayHelper.worker(group="train")
+class OfNetwork:
+    def __init__(self) -> None:
+        self.network = Network()
+
+    @RayHelper.function(group="train", execute="first")
+    def fit(self) -> None:
+        self.network.fit()
 
 
 @pytest.fixture(autouse=True)
@@ -219,14 +314,26 @@ def test_a_part_in_another_place_is_not_meant() -> None:
     assert (whole.in_one_place(), whole.other.count) == (1.0, 0)
 
 
-@pytest.mark.parametrize(
-    ("method", "name"), [("by_alias", "seen"), ("in_a_namespace", "state"), ("by_setattr", "number")]
-)
+CHANGED = {  # by the method: the attribute that it changes
+    **{"by_alias": "seen", "in_a_namespace": "state", "by_setattr": "number", "by_its_dict": "number"},
+    **{"by_a_plain_object": "meter", "by_the_tensor": "buffer", "by_initialising": "model", "by_loading": "model"},
+    **{"by_each_weight": "model", "by_the_scheduler": "optimizer", "draws": "generator", "takes_a_row": "rows"},
+}
+
+
+@pytest.mark.parametrize(("method", "name"), CHANGED.items())
 def test_what_a_role_changes_of_its_own_object_is_noticed_under_other_names(method: str, name: str) -> None:
     whole = Whole()
     getattr(whole, method)()
     with pytest.raises(AttributeError, match=rf"Whole\.{name} differs from the workers' value: Whole\.{method} "):
         getattr(whole, name)
+
+
+def test_what_a_role_makes_of_its_attributes_is_not_they_themselves() -> None:
+    whole = Whole()
+    whole.changes_copies()
+    assert (whole.seen, whole.buffer.tolist(), len(whole.parts)) == ([], [0.0, 0.0], 2)
+    assert whole.model.weight.shape == (1, 1)
 
 
 def test_a_part_whose_loss_is_trained_elsewhere_has_learned() -> None:
@@ -235,3 +342,16 @@ def test_a_part_whose_loss_is_trained_elsewhere_has_learned() -> None:
     assert whole.other.lin.weight.shape == (1, 1), "which has no gradients there"
     with pytest.raises(AttributeError, match=r"Part\.lin differs from the workers' value: Whole\.learns "):
         _ = whole.part.lin
+
+
+def test_a_module_of_torch_is_followed_into_what_the_user_wrote_of_it() -> None:
+    whole = OfNetwork()
+    for _ in range(2):
+        whole.fit()
+    with pytest.raises(AttributeError, match=r"Network\.state_dict\(\) differs"):
+        _ = whole.network.state_dict()
+    whole.network.scale = 2.0
+    with pytest.raises(
+        RoleError, match=r"OfNetwork\.fit .* reads OfNetwork\.network\.scale, which was set on the driv"
+    ):
+        whole.fit()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -269,6 +270,26 @@ class Configured:
         self.kept: dict[str, list[str]] = {}
         self.grouped: defaultdict[str, int] = defaultdict(int)
         self.model = torch.nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.recent = deque([1], maxlen=4)
+        self.weights = np.ones(3)
+        self.models = {"a": [torch.nn.Linear(1, 1)]}
+
+    @RayHelper.function(group="train", execute="first")
+    def by_recent(self) -> int:
+        return sum(self.recent)
+
+    @RayHelper.function(group="train", execute="first")
+    def by_weights(self) -> float:
+        return float(self.weights.sum())
+
+    @RayHelper.function(group="train", execute="first")
+    def by_optimizer(self) -> Any:
+        return self.optimizer.param_groups[0]["lr"]
+
+    @RayHelper.function(group="train", execute="first")
+    def by_models(self) -> bool:
+        return bool(self.models["a"][0].training)
 
     @RayHelper.function(group="train", execute="first")
     def by_config(self) -> tuple[float, list[str]]:
@@ -320,6 +341,18 @@ CHANGED: dict[str, tuple[str, Callable[[Any], Any], str]] = {  # the method, wha
     "a namespace": ("by_args", lambda one: setattr(one.args, "lr", 1.0), "self.args.lr was changed from 0.1 to 1.0"),
     "an object of settings": ("by_own", lambda one: setattr(one.own, "lr", 1.0), "self.own.lr"),
     "a dict of the module": ("by_global", lambda one: OPTIONS.update(lr=1.0), r"OPTIONS\['lr'\] was changed from 0.1"),
+    "a deque": ("by_recent", lambda one: one.recent.append(2), "self.recent"),
+    "an array": ("by_weights", lambda one: one.weights.fill(2.0), "self.weights"),
+    "a rate of an optimizer": (
+        "by_optimizer",
+        lambda one: one.optimizer.param_groups[0].update(lr=1.0),
+        r"self.optimizer.param_groups\[0\]\['lr'\] was changed from 0.1 to 1.0",
+    ),
+    "a model in a list": (
+        "by_models",
+        lambda one: one.models["a"][0].eval(),
+        "self.models, which was changed in place",
+    ),
     "read by name": ("any_of", lambda one: one.options.update(lr=1.0), r"self.options\['lr'\]"),
 }
 

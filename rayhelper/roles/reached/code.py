@@ -1,53 +1,60 @@
-"""Which live objects with roles the code of a method reaches, and what it does with each of them.
-
-    self.parts["judge"][0].score(x)       parts in containers, dataclasses, namespaces and plain objects
-    for part in self.parts.values(): ...  under local names, in comprehensions, through properties and closures
-    helper(self)                          in functions and methods of the user's project
-
-An expression stands for the objects of the driver that it may have as its value. Each process builds the same ones. The
-order of statements is not looked at, and branches are all taken: what is found may be more than what happens.
-"""
+"""Follows the code of a method through the objects of the driver."""
 
 from __future__ import annotations
 
 import ast
 import builtins
-import collections
-import contextlib
 import functools
 import inspect
-import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-from rayhelper.roles.names import CHANGING, MISSING, PLAIN, TRAINING, function_of, tree_of
+from rayhelper.roles.names import CHANGING, MISSING, TRAINING, function_of, tree_of
 from rayhelper.roles.project import is_users
+from rayhelper.roles.reached.source import (
+    as_loaded,
+    body_of,
+    imported_by,
+    is_dict_of,
+    is_in_place,
+    is_super,
+    is_without_grad,
+    name_in_dict,
+    names_in,
+    names_no_grad,
+)
+from rayhelper.roles.reached.values import (
+    CALLED,
+    CONTAINERS,
+    DEPTH,
+    Local,
+    Place,
+    Values,
+    all_of,
+    attributes_of,
+    each_of,
+    is_role_object,
+    items_of,
+    kinds_of_generators,
+    one_of,
+    parameters_of,
+    places_in,
+    with_items,
+    without_places,
+)
 
 _MOST_FRAMES = 2000  # calls that are followed, of one method
-_MOST_ITEMS = 1000  # of one container
-_DEPTH = 6
-_CONTAINERS = (list, tuple, set, frozenset, collections.deque, dict, weakref.ref, types.MappingProxyType)
-
-
-class Place(NamedTuple):
-    """An attribute of an object with roles, whose value an expression stands for or has been taken from."""
-
-    instance: int
-    name: str
-
-
-class Local(NamedTuple):
-    """A function that is defined within another one."""
-
-    node: Any
-    env: Any
-
-
-_CALLED = (FunctionType, MethodType, functools.partial, weakref.ref, Local)
-Values = dict[Any, Any]  # by id or, of the three above and of methods, by key
+_GIVING_PARTS = frozenset(  # methods whose value lies in the object: what changes it in place changes the object
+    (
+        *("parameters", "named_parameters", "buffers", "named_buffers", "modules", "named_modules", "children"),
+        *("values", "items", "get", "setdefault", "pop", "popleft", "view", "detach", "copy_", "add_", "mul_"),
+    )
+)
+_NEW = (ast.BinOp, ast.UnaryOp, ast.Compare, ast.JoinedStr, ast.Starred)  # whose value is another object
+_GIVING_ITEMS = frozenset(("zip", "enumerate", "iter", "next", "reversed", "sorted", "list", "tuple", "filter", "map"))
 
 
 class Touched:
@@ -101,12 +108,12 @@ class Reached:
         if not isinstance(plain, FunctionType) or len(self._frames) > _MOST_FRAMES:
             return {}
         if own is not MISSING:
-            given = [_one(own), *given]
+            given = [one_of(own), *given]
         code = plain.__code__
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        env = _bound(names, code.co_argcount, given, named)
+        env = parameters_of(names, code.co_argcount, given, named)
         for name in code.co_varnames[len(names) :][: bool(code.co_flags & 4) + bool(code.co_flags & 8)]:
-            env[name] = _union([*given, *named.values()])
+            env[name] = all_of([*given, *named.values()])
         key = (plain, owner, *(frozenset(env[name]) for name in sorted(env)))
         if key not in self._frames:
             frame = self._frames[key] = Frame(plain, owner, env)
@@ -114,8 +121,8 @@ class Reached:
             if tree is None:
                 self._without_source(frame)
             else:
-                outer, self._has_grad = self._has_grad, self._has_grad and not _is_without_grad(tree)
-                self._body(frame, _body_of(tree, plain))
+                outer, self._has_grad = self._has_grad, self._has_grad and not is_without_grad(tree)
+                self._body(frame, body_of(tree, plain))
                 self._has_grad = outer
         return self._frames[key].returned
 
@@ -130,51 +137,57 @@ class Reached:
     def _without_source(self, frame: Frame) -> None:
         """A lambda among other code, say: it may use every name that it has of all that it has, and call it."""
         assert frame.function is not None, "only a function of its own has no source"
-        names = _names_in(frame.function.__code__)
-        every = _union([*frame.env.values(), *(self._name(frame, name) for name in names)])
-        for _ in range(_DEPTH):
+        names = names_in(frame.function.__code__)
+        every = all_of([*frame.env.values(), *(self._name(frame, name) for name in names)])
+        for _ in range(DEPTH):
             before = len(every)
-            every |= _deep(every)
+            every |= with_items(every)
             for name in names:
                 self._changed_by_call(frame, every, name)
                 every |= self._attribute(frame, every, name)
             for value in list(every.values()):
-                if isinstance(value, _CALLED):
+                if isinstance(value, CALLED):
                     every |= self._called(frame, value, [every] * 8, {})
             if len(every) == before:
                 break
         frame.returned |= every
 
-    def _called(self, frame: Frame, value: Any, given: list[Values], named: dict[str, Values]) -> Values:
-        """What calling one value may return."""
+    def _called(
+        self, frame: Frame, value: Any, given: list[Values], named: dict[str, Values], places: Values | None = None
+    ) -> Values:
+        """What calling one value may return. ``places``: where the object of a method lies."""
         if isinstance(value, Local):
             return self._called_local(frame, value, given, named)
         if isinstance(value, functools.partial):
             self_of = value.args[0] if value.args and hasattr(value.func, "method") else MISSING
             if self_of is not MISSING:  # a method of a role, kept
                 return self._attribute_called(frame, self_of, value.func.__name__, given, named)
-            own = [_one(one) for one in value.args]
-            return self._called(frame, value.func, [*own, *given], {**named, **_ones(value.keywords)})
+            bound = [one_of(one) for one in value.args]
+            return self._called(frame, value.func, [*bound, *given], {**named, **each_of(value.keywords)})
         if isinstance(value, MethodType):
             if is_role_object(value.__self__):
                 self._read(frame, value.__self__, value.__name__)
             owner = id(value.__self__) if is_role_object(value.__self__) else frame.owner
             if self._has_grad:
                 self.calls.add((frame.owner, owner))
-            return self._enter(value.__func__, value.__self__, given, named, owner)
+            own = one_of(value.__self__) | (places or {})
+            return self._enter(value.__func__, MISSING, [own, *given], named, owner)
         if isinstance(value, FunctionType) and is_users(str(value.__module__)):
             return self._enter(value, MISSING, given, named, frame.owner)
         if isinstance(value, weakref.ref):
-            return _elements(value)
-        called = None if isinstance(value, (type, *_CONTAINERS)) else function_of(type(value), "__call__")
-        if called is not None and is_users(str(type(value).__module__)):
-            return self._enter(called, value, given, named, frame.owner)
+            return items_of(value)
+        if isinstance(value, (type, *CONTAINERS)):
+            return {}
+        for name in ("__call__", "forward"):  # which a module of torch calls
+            called = function_of(type(value), name)
+            if called is not None and _is_followed(called, value):
+                return self._attribute_called(frame, value, name, given, named)
         return {}
 
     def _called_local(self, frame: Frame, value: Local, given: list[Values], named: dict[str, Values]) -> Values:
         arguments = value.node.args
         names = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-        for name, values in _bound(names, len(names), given, named).items():
+        for name, values in parameters_of(names, len(names), given, named).items():
             value.env.setdefault(name, {}).update(values)
         inner = Frame(frame.function, frame.owner, value.env)
         body = [ast.Return(value.node.body)] if isinstance(value.node, ast.Lambda) else value.node.body
@@ -187,14 +200,14 @@ class Reached:
     def _attribute_called(
         self, frame: Frame, instance: Any, name: str, given: list[Values], named: dict[str, Values]
     ) -> Values:
-        found = self._attribute(frame, _one(instance), name)
-        return _union(self._called(frame, value, given, named) for value in list(found.values()))
+        found = self._attribute(frame, one_of(instance), name)
+        return all_of(self._called(frame, value, given, named) for value in list(found.values()))
 
     # Statements
 
     def _statement(self, frame: Frame, node: Any) -> None:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            self._put(frame, node.name, _one(Local(node, frame.env), ("local", id(node))))
+            self._put(frame, node.name, one_of(Local(node, frame.env), ("local", id(node))))
         elif isinstance(node, ast.Assign):
             value = self._value(frame, node.value)
             for target in node.targets:
@@ -202,8 +215,8 @@ class Reached:
         elif isinstance(node, ast.AnnAssign):
             self._assign(frame, node.target, self._value(frame, node.value))
         elif isinstance(node, ast.AugAssign):
-            place = ast.copy_location(_as_loaded(node.target), node.target)
-            self._assign(frame, node.target, _union([self._value(frame, place), self._value(frame, node.value)]))
+            place = ast.copy_location(as_loaded(node.target), node.target)
+            self._assign(frame, node.target, all_of([self._value(frame, place), self._value(frame, node.value)]))
         elif isinstance(node, (ast.For, ast.AsyncFor)):
             self._assign(frame, node.target, self._items(frame, self._value(frame, node.iter)))
             self._statements(frame, [*node.body, *node.orelse])
@@ -217,12 +230,12 @@ class Reached:
                 value = self._value(frame, item.context_expr)
                 if item.optional_vars is not None:
                     self._assign(frame, item.optional_vars, value)
-            outer, self._has_grad = self._has_grad, self._has_grad and not any(map(_names_no_grad, node.items))
+            outer, self._has_grad = self._has_grad, self._has_grad and not any(map(names_no_grad, node.items))
             self._statements(frame, node.body)
             self._has_grad = outer
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            for name, imported in _imported(node):
-                self._put(frame, name, _one(imported))
+            for name, imported in imported_by(node):
+                self._put(frame, name, one_of(imported))
         elif isinstance(node, (ast.stmt, ast.excepthandler, ast.match_case)):
             self._statements(frame, ast.iter_child_nodes(node))
         elif isinstance(node, ast.expr):
@@ -240,7 +253,7 @@ class Reached:
             self._put(frame, target.id, value)
         elif isinstance(target, (ast.Tuple, ast.List)):
             for one in target.elts:
-                self._assign(frame, one, value | _deep(value))
+                self._assign(frame, one, value | with_items(value))
         elif isinstance(target, ast.Starred):
             self._assign(frame, target.value, value)
         elif isinstance(target, ast.Attribute):
@@ -249,7 +262,7 @@ class Reached:
         elif isinstance(target, ast.Subscript):
             self._value(frame, target.slice)
             owners = self._value(frame, target.value)
-            if name := _name_in_dict(target):
+            if name := name_in_dict(target):
                 self._set(owners, name, value)
             else:
                 self._change(owners)
@@ -262,10 +275,13 @@ class Reached:
         if not with_roles:
             self._change(owners)
 
-    def _change(self, owners: Values) -> None:
+    def _change(self, owners: Values, applies: Callable[[Any], bool] | None = None) -> None:
+        """The places among the values are changed. ``applies``: to what they hold on the driver."""
         for key in owners:
             if isinstance(key, Place):
-                self.touched[key.instance].changed.add(key.name)
+                touched = self.touched[key.instance]
+                if applies is None or applies(attributes_of(touched.instance).get(key.name)):
+                    touched.changed.add(key.name)
 
     # Expressions
 
@@ -278,13 +294,13 @@ class Reached:
         if isinstance(node, ast.Subscript):
             owners = self._value(frame, node.value)
             self._value(frame, node.slice)
-            if name := _name_in_dict(node):
+            if name := name_in_dict(node):
                 return self._attribute(frame, owners, name)
             return self._items(frame, owners, node.slice.value if isinstance(node.slice, ast.Constant) else MISSING)
         if isinstance(node, ast.Call):
             return self._call(frame, node)
         if isinstance(node, ast.Lambda):
-            return _one(Local(node, frame.env), ("local", id(node)))
+            return one_of(Local(node, frame.env), ("local", id(node)))
         if isinstance(node, ast.NamedExpr):
             value = self._value(frame, node.value)
             self._assign(frame, node.target, value)
@@ -300,7 +316,8 @@ class Reached:
             return {}
         if isinstance(node, (ast.Constant, type(None))):
             return {}
-        return _union([self._value(frame, one) for one in ast.iter_child_nodes(node) if isinstance(one, ast.AST)])
+        found = all_of([self._value(frame, one) for one in ast.iter_child_nodes(node) if isinstance(one, ast.AST)])
+        return without_places(with_items(found)) if isinstance(node, _NEW) else found
 
     def _name(self, frame: Frame, name: str) -> Values:
         if name in frame.env:
@@ -310,18 +327,18 @@ class Reached:
         cells = dict(zip(frame.function.__code__.co_freevars, frame.function.__closure__ or (), strict=False))
         if name in cells:
             try:
-                return _one(cells[name].cell_contents)
+                return one_of(cells[name].cell_contents)
             except ValueError:  # not set yet
                 return {}
         space = frame.function.__globals__
-        return _one(space.get(name, getattr(builtins, name, MISSING)))
+        return one_of(space.get(name, getattr(builtins, name, MISSING)))
 
     def _items(self, frame: Frame, owners: Values, place: Any = MISSING) -> Values:
         """What is in containers, or in one place of them. What is none of those stands for what is in it."""
         found: Values = {}
         for key, value in owners.items():
-            if isinstance(value, _CONTAINERS):
-                found |= _elements(value, place)
+            if isinstance(value, CONTAINERS):
+                found |= items_of(value, place)
             else:
                 found[key] = value
                 for name in ("__getitem__", "__iter__"):
@@ -333,37 +350,45 @@ class Reached:
     def _call(self, frame: Frame, node: ast.Call) -> Values:
         given = [self._value(frame, one.value if isinstance(one, ast.Starred) else one) for one in node.args]
         starred = [isinstance(one, ast.Starred) for one in node.args]
-        given = [_deep(one) if is_star else one for one, is_star in zip(given, starred, strict=True)]
+        given = [with_items(one) if is_star else one for one, is_star in zip(given, starred, strict=True)]
         named = {one.arg or "**": self._value(frame, one.value) for one in node.keywords}
         if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr", "delattr") and len(given) > 1:
             return self._by_name(frame, node, given)
         if isinstance(node.func, ast.Name) and node.func.id == "vars" and given:
             return given[0]
-        if isinstance(node.func, ast.Attribute) and _is_super(node.func.value):
+        if isinstance(node.func, ast.Attribute) and is_super(node.func.value):
             return self._call_of_super(frame, node.func.attr, given, named)
+        owners: Values = {}
         if isinstance(node.func, ast.Attribute):
             owners = self._value(frame, node.func.value)
             self._changed_by_call(frame, owners, node.func.attr)
             called = self._attribute(frame, owners, node.func.attr)
-            found = _deep({key: value for key, value in owners.items() if not is_role_object(value)})
-            found |= {key: None for key in owners if isinstance(key, Place)}
+            plain = {key: one for key, one in without_places(owners).items() if not is_role_object(one)}
+            found = with_items(plain) | (places_in(owners) if node.func.attr in _GIVING_PARTS else {})
+            if is_dict_of(node.func.value) and node.func.attr == "update":
+                for name, value in named.items():
+                    self._set(owners, name, value)
         else:
             called, found = self._value(frame, node.func), {}
+        if not any(isinstance(one, FunctionType) and is_users(str(one.__module__)) for one in called.values()):
+            self._changed_by_giving(node, given, named)
         if any(starred) or "**" in named:
-            given = [_union([*given, *named.values()])] * 16
-        results = [self._called(frame, value, given, named) for value in list(called.values())]
-        if not any(isinstance(value, _CALLED) for value in called.values()):
-            every = _deep(_union([*given, *named.values()]))  # of a library: it may give back what it was given
-            found |= every
+            given = [all_of([*given, *named.values()])] * 16
+        places = {} if any(map(is_role_object, owners.values())) else places_in(owners)
+        results = [self._called(frame, value, given, named, places) for value in list(called.values())]
+        if not any(isinstance(value, CALLED) for value in called.values()):
+            every = with_items(all_of([*given, *named.values()]))  # of a library: it may give back what it was given
+            name = node.func.id if isinstance(node.func, ast.Name) else ""
+            found |= every if name in _GIVING_ITEMS else without_places(every)
             for value in list(every.values()):  # or call it
-                if isinstance(value, _CALLED):
+                if isinstance(value, CALLED):
                     results.append(self._called(frame, value, [every] * 8, {}))
-        return _union([found, *results])
+        return all_of([found, *results])
 
     def _call_of_super(self, frame: Frame, name: str, given: list[Values], named: dict[str, Values]) -> Values:
         found: Values = {}
         own = frame.function.__code__.co_varnames[:1] if frame.function is not None else ()
-        for value in list(_union(frame.env.get(name, {}) for name in own).values()):
+        for value in list(all_of(frame.env.get(name, {}) for name in own).values()):
             for base in type(value).__mro__[1:]:
                 inherited = function_of(base, name) if name in vars(base) else None
                 if inherited is not None and inspect.unwrap(inherited) is not frame.function:
@@ -379,14 +404,39 @@ class Reached:
             return {}
         if isinstance(name, str):
             return self._attribute(frame, given[0], name) | (given[2] if len(given) > 2 else {})
-        names = {name for one in given[0].values() for name in (*_held(one), *vars(type(one)))}
-        return _union(self._attribute(frame, given[0], one) for one in sorted(names) if not one.startswith("__"))
+        names = {name for one in given[0].values() for name in (*attributes_of(one), *vars(type(one)))}
+        names = {name for name in names if not name.startswith(("__", "_rayhelper"))}
+        return without_places(all_of(self._attribute(frame, given[0], one) for one in sorted(names)))
 
     def _changed_by_call(self, frame: Frame, owners: Values, name: str) -> None:
         if name in TRAINING:
             self.trains.add(frame.owner)
-        if name in CHANGING and not any(function_of(type(one), name) for one in owners.values()):
+        is_changing = name in CHANGING or name == "load_state_dict" or is_in_place(name)
+        if is_changing and not any(is_role_object(one) and function_of(type(one), name) for one in owners.values()):
             self._change(owners)
+        for one in list(owners.values()):
+            if isinstance(one, kinds_of_generators()):
+                self._change(owners)
+            elif name == "step" and hasattr(one, "last_epoch"):  # a scheduler, which changes its optimizer as well
+                self._change(owners)
+                self._change_held(owners, getattr(one, "optimizer", None))
+
+    def _changed_by_giving(self, node: ast.Call, given: list[Values], named: dict[str, Values]) -> None:
+        """``next(self.rows)``, ``torch.nn.init.zeros_(self.weight)``, ``torch.rand(2, generator=self.generator)``."""
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if given and is_in_place(name):
+            self._change(given[0])
+        if given and name == "next":
+            self._change(given[0], lambda held: hasattr(type(held), "__next__"))
+        for values in (*given, *named.values()):
+            self._change(values, lambda held: isinstance(held, kinds_of_generators()))
+
+    def _change_held(self, owners: Values, value: Any) -> None:
+        """What the object of these places holds under whatever name is changed."""
+        for key in owners:
+            if isinstance(key, Place) and value is not None:
+                touched = self.touched[key.instance]
+                touched.changed |= {name for name, held in attributes_of(touched.instance).items() if held is value}
 
     def _attribute(self, frame: Frame, owners: Values, name: str) -> Values:
         found: Values = {}
@@ -396,8 +446,8 @@ class Reached:
                     found[key] = None  # self.state.step lies in self.state
                 continue
             if isinstance(one, tuple) and name in getattr(one, "_fields", ()):
-                found |= _one(getattr(one, name))
-            if isinstance(one, (Local, type(None), *_CONTAINERS)):
+                found |= one_of(getattr(one, name))
+            if isinstance(one, (Local, type(None), *CONTAINERS)):
                 continue
             if name == "__dict__":
                 found[key] = one
@@ -411,26 +461,26 @@ class Reached:
 
     def _live(self, frame: Frame, one: Any, name: str) -> Values:
         """What an object has under a name."""
-        held = _held(one)
+        held = attributes_of(one)
         if name in held:
-            return _one(held[name])
+            return one_of(held[name])
         if isinstance(one, ModuleType):
             return {}
         entry = inspect.getattr_static(one if isinstance(one, type) else type(one), name, MISSING)
         function = function_of(one if isinstance(one, type) else type(one), name)
         if isinstance(entry, (property, functools.cached_property)):
-            is_followed = function is not None and (is_role_object(one) or is_users(str(type(one).__module__)))
+            is_followed = function is not None and _is_followed(function, one)
             owner = id(one) if is_role_object(one) else frame.owner
             return self._enter(function, one, [], {}, owner) if is_followed and function is not None else {}
         if function is not None:
-            if not (is_role_object(one) or is_users(str(getattr(function, "__module__", "")))):
+            if not _is_followed(function, one):
                 return {}
             if isinstance(entry, staticmethod) or isinstance(one, type):
-                return _one(inspect.unwrap(function))
-            return _one(MethodType(function, one), ("method", function, id(one)))
+                return one_of(inspect.unwrap(function))
+            return one_of(MethodType(function, one), ("method", function, id(one)))
         if isinstance(entry, (types.MemberDescriptorType, types.GetSetDescriptorType)):
-            return _one(getattr(one, name, MISSING))
-        return _one(entry)
+            return one_of(getattr(one, name, MISSING))
+        return one_of(entry)
 
     def _read(self, frame: Frame, instance: Any, name: str) -> None:
         touched = self._of(instance)
@@ -441,118 +491,7 @@ class Reached:
         return self.touched.setdefault(id(instance), Touched(instance))
 
 
-def is_role_object(value: Any) -> bool:
-    """Whether a value is an object of a class with roles."""
-    return hasattr(type(value), "__rayhelper_roles__")
-
-
-def _one(value: Any, key: Any = None) -> Values:
-    if value is MISSING or isinstance(value, (*PLAIN, bytes, complex)):
-        return {}
-    return {id(value) if key is None else key: value}
-
-
-def _ones(values: Mapping[str, Any]) -> dict[str, Values]:
-    return {name: _one(value) for name, value in values.items()}
-
-
-def _union(values: Iterable[Values]) -> Values:
-    found: Values = {}
-    for one in values:
-        found |= one
-    return found
-
-
-def _bound(names: Iterable[str], num: int, given: list[Values], named: dict[str, Values]) -> dict[str, Values]:
-    """What the parameters of a function stand for."""
-    found = dict(zip(list(names)[:num], given, strict=False))
-    return {name: dict(found.get(name) or named.get(name) or {}) for name in names}
-
-
-def _elements(container: Any, place: Any = MISSING) -> Values:
-    if isinstance(container, weakref.ref):
-        return _one(container())
-    if place is not MISSING and isinstance(container, (dict, list, tuple, collections.deque)):
-        with contextlib.suppress(LookupError, TypeError):
-            held = dict.get(container, place, MISSING) if isinstance(container, dict) else container[place]
-            if held is not MISSING:
-                return _one(held)
-    items = container.values() if isinstance(container, (dict, types.MappingProxyType)) else container
-    return _union(map(_one, list(items))) if len(items) <= _MOST_ITEMS else {}  # more are data
-
-
-def _deep(values: Values, depth: int = _DEPTH) -> Values:
-    """The values, and what is in the containers among them."""
-    found = dict(values)
-    for value in values.values():
-        if isinstance(value, _CONTAINERS) and depth:
-            found |= _deep(_elements(value), depth - 1)
-    return found
-
-
-def _held(one: Any) -> Mapping[str, Any]:
-    """The attributes of an object itself, and modules in a module of torch."""
-    try:
-        held: dict[str, Any] = object.__getattribute__(one, "__dict__")
-    except (AttributeError, TypeError):
-        held = {}
-    modules = held.get("_modules")
-    return {**held, **modules} if isinstance(modules, dict) else held
-
-
-def _body_of(tree: ast.AST, function: FunctionType) -> list[Any]:
-    """The statements of a function, or of a lambda by its one expression; none: it is not found in its source."""
-    found = next(iter(getattr(tree, "body", ())), None)
-    if isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return found.body
-    lambdas = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
-    return [ast.Return(lambdas[0].body)] if len(lambdas) == 1 and function.__name__ == "<lambda>" else []
-
-
-def _is_without_grad(tree: ast.AST) -> bool:
-    """Whether a function is decorated so that it computes no gradients."""
-    found = next(iter(getattr(tree, "body", ())), None)
-    return any(map(_names_no_grad, getattr(found, "decorator_list", ())))
-
-
-def _names_no_grad(node: ast.AST) -> bool:
-    text = ast.unparse(node)
-    return "no_grad" in text or "inference_mode" in text
-
-
-def _names_in(code: types.CodeType) -> list[str]:
-    """The names that code uses, those of functions in it too, and texts that may be names."""
-    found = [*code.co_names, *code.co_freevars]
-    for one in code.co_consts:
-        if isinstance(one, types.CodeType):
-            found += _names_in(one)
-        elif isinstance(one, str) and one.isidentifier():
-            found.append(one)
-    return found
-
-
-def _as_loaded(target: Any) -> Any:
-    kind: Any = type(target)
-    fields = {name: getattr(target, name) for name in target._fields if name != "ctx"}
-    return kind(**fields, ctx=ast.Load())
-
-
-def _name_in_dict(node: ast.Subscript) -> str | None:
-    """The attribute of ``vars(self)["name"]`` and ``self.__dict__["name"]``."""
-    where = ast.unparse(node.value)
-    is_dict = where.startswith("vars(") or where.endswith(".__dict__")
-    return node.slice.value if is_dict and isinstance(node.slice, ast.Constant) else None  # type: ignore[return-value]
-
-
-def _is_super(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
-
-
-def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, Any]]:
-    """By name, what a statement imports, as far as it is loaded."""
-    for alias in node.names:
-        if isinstance(node, ast.Import):
-            name = alias.name if alias.asname else alias.name.partition(".")[0]
-            yield alias.asname or name, sys.modules.get(name, MISSING)
-        elif node.level == 0 and node.module in sys.modules:
-            yield alias.asname or alias.name, vars(sys.modules[node.module]).get(alias.name, MISSING)
+def _is_followed(function: Callable[..., Any], instance: Any) -> bool:
+    """Whether a method is looked into: the user's, and those of roles, but nothing that they inherit of torch."""
+    module = str(getattr(function, "__module__", ""))
+    return is_users(module) or (is_role_object(instance) and not module.startswith("torch."))

@@ -64,8 +64,14 @@ def complete(folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def discard(folder: Path) -> None:
-    """Removes what was written since ``begin``."""
+def discard(folder: Path, error: BaseException | None = None) -> None:
+    """Removes what was written since ``begin``. ``error``: why; it gets a note of the room that was left."""
+    if isinstance(error, Exception):
+        with contextlib.suppress(OSError):
+            room = shutil.disk_usage(folder.parent).free / 2**20
+            whole = checkpoints(folder.parent)
+            kept = f"{whole[-1].name} is whole" if whole else "no checkpoint is there"
+            error.add_note(f"while writing {folder}: its disk had {room:,.0f} MiB left; {kept}")
     shutil.rmtree(unfinished_folder(folder), ignore_errors=True)
 
 

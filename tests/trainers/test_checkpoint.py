@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -475,3 +476,13 @@ def test_nothing_is_written_or_removed_where_a_link_leads(tmp_path: Path) -> Non
     assert names(outside / "checkpoint-20") == ["model.bin", "trainer_state.json"]
     assert (run / "final" / "model.bin").is_file()
     assert not any(path.name.endswith((".tmp", ".gone")) for path in run.iterdir())
+
+
+def test_an_error_while_writing_says_how_much_room_there_was_and_what_is_left(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    begin(tmp_path / "checkpoint-20")
+    error = OSError("no space left")
+    checkpoint.discard(tmp_path / "checkpoint-20", error)
+    (note,) = error.__notes__
+    assert re.fullmatch(r"while writing .*checkpoint-20: its disk had [\d,]+ MiB left; checkpoint-10 is whole", note)
+    assert names(tmp_path) == ["checkpoint-10"]

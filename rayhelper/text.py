@@ -42,8 +42,8 @@ class _Rules(SafeConstructor, Resolver):
         is_whole = node.tag.endswith(":int")
         value = self.construct_yaml_int(node) if is_whole else self.construct_yaml_float(node)
         if not (_WHOLE if is_whole else _REAL).fullmatch(node.value):
-            problem = f"{node.value} is not a number in decimal digits. Write {value}, or put it in quotes if it is "
-            "text"
+            told = f"{node.value} is not a number in decimal digits"
+            problem = f"{told}. Write {value}, or put it in quotes if it is text"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return value
 

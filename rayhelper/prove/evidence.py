@@ -180,10 +180,10 @@ class Observer:
                     self.evidence.reads.append(Read(SET, how, *_place(code, line, in_role, self.lines[code, line])))
         last = [code for code, (call, _) in self.executed.items() if call == self.number]
         names = {name for code in last for name in (*code.co_names, code.co_name)}
-        for key, value in kept():
+        for key, data in kept():
             before = self.before.get(key)
             is_used = key.rpartition(".")[2].partition(" ")[0] in names
-            if is_used and before is not None and value.unlike(before):
+            if is_used and before is not None and held_of(data).unlike(before):
                 self.evidence.kept.append(key)
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -260,7 +260,7 @@ def _sets(code: CodeType) -> Iterator[tuple[str, int]]:
         yield name, code.co_firstlineno + node.lineno - 1
 
 
-def kept() -> Iterator[tuple[str, Held]]:
+def kept() -> Iterator[tuple[str, Any]]:
     """What outlives a call beside the attributes of objects: globals, attributes of classes, defaults of functions."""
     for module_name, module in list(sys.modules.items()):
         if not (module_name == "__main__" or (module is not None and is_of_project(module_name, module))):
@@ -277,22 +277,22 @@ def kept() -> Iterator[tuple[str, Held]]:
                     if isinstance(function, FunctionType):
                         yield from _of_function(f"{key}.{attribute}", function)
                     elif not attribute.startswith("__") and (data := _data_in(inner)) is not None:
-                        yield f"{key}.{attribute}", held_of(data)
+                        yield f"{key}.{attribute}", data
             elif (data := _data_in(value)) is not None:
-                yield key, held_of(data)
+                yield key, data
 
 
-def _of_function(key: str, function: FunctionType) -> Iterator[tuple[str, Held]]:
+def _of_function(key: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
     for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         if isinstance(default, (list, dict, set)):
-            yield f"{key} (a default argument)", held_of(_data_in(default))
+            yield f"{key} (a default argument)", _data_in(default)
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # not set yet
             if (data := _data_in(cell.cell_contents)) is not None:
-                yield f"{key} (a variable around it)", held_of(data)
+                yield f"{key} (a variable around it)", data
     own = {name: value for name, value in vars(function).items() if isinstance(value, _DATA)}
     if own:
-        yield f"{key} (an attribute of the function)", held_of(own)
+        yield f"{key} (an attribute of the function)", own
 
 
 _DATA = (bool, int, float, str, bytes, list, tuple, dict, np.ndarray, type(None))
@@ -300,7 +300,7 @@ _DATA = (bool, int, float, str, bytes, list, tuple, dict, np.ndarray, type(None)
 
 def _data_in(value: Any) -> Any:
     """What of a value can be compared, in a list; None: nothing."""
-    if isinstance(value, _DATA) or type(value).__name__ == "Tensor":
+    if (isinstance(value, _DATA) and _is_no_librarys(type(value))) or type(value).__name__ == "Tensor":
         return [value]
     if isinstance(value, (set, frozenset, deque)):
         return sorted(map(repr, value))
@@ -311,3 +311,9 @@ def _data_in(value: Any) -> Any:
     if is_users(type(value).__module__) and hasattr(value, "__dict__"):
         return [{name: one for name, one in vars(value).items() if isinstance(one, _DATA)}]
     return None
+
+
+def _is_no_librarys(cls: type) -> bool:
+    """Whether a class of data is Python's, numpy's or the user's. What a library keeps may load much as it is read."""
+    root = cls.__module__.partition(".")[0]
+    return root in sys.stdlib_module_names or root == "numpy" or is_users(cls.__module__)

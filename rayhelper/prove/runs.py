@@ -31,6 +31,7 @@ from rayhelper.helper import RayHelper
 from rayhelper.planning.role_kinds import default_hosts
 from rayhelper.prove.comparing import Difference, Ended, differences
 from rayhelper.prove.evidence import Evidence, Observer, kept
+from rayhelper.prove.held import held_of
 from rayhelper.prove.under_torchrun import CannotRunError, UnderTorchrun
 from rayhelper.prove.watching import WatchedOff, Watcher, in_role, rank_of_error
 from rayhelper.roles.runtime import state
@@ -101,7 +102,7 @@ def proof_of(
     began_with = RandomState.here()
     with_torchrun = ray if torchrun is None else torchrun
     under_torchrun = UnderTorchrun() if with_torchrun else None
-    kept_before = dict(kept())
+    kept_before = {key: held_of(data) for key, data in kept()}
     runs: dict[str, Ended] = {}
     left_out: dict[str, str] = {}
     apart = groups or []

@@ -14,6 +14,7 @@ import datetime
 import itertools
 import operator
 from argparse import Namespace
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -26,6 +27,7 @@ from rayhelper.roles.project import is_users
 
 MOST_ENTRIES = 512  # of all containers of a value; a larger one is data rather than settings
 _DEPTH = 6
+_EMPTY = (None, list, dict, set, int, float, str, bool, tuple)  # factories of a defaultdict
 _WHOLE = (*PLAIN, bytes, complex, range, PurePath, Enum, datetime.date, datetime.timedelta, type, FunctionType)
 
 
@@ -113,7 +115,7 @@ def _is_whole(value: Any) -> bool:
 def _items(value: Any) -> list[tuple[str, Any]] | None:
     """What a container holds, by the step of the path; None: it is none."""
     if isinstance(value, dict):
-        if hasattr(type(value), "__missing__"):  # reading it may add to it
+        if hasattr(type(value), "__missing__") and not _adds_empty(value):  # reading it may add anything
             return None
         return [(f"[{key!r}]", item) for key, item in itertools.islice(value.items(), MOST_ENTRIES + 1)]
     if isinstance(value, (list, tuple)):
@@ -153,6 +155,8 @@ def _entries(value: Any, is_plain: bool) -> Callable[[Any], Any] | None:
     """What gives the entries of a container for a comparison; None: it cannot change."""
     if isinstance(value, (tuple, frozenset)):
         return None
+    if isinstance(value, defaultdict):
+        return _filled if is_plain else _identities_of_filled
     if isinstance(value, dict):
         return _itself if is_plain else _identities_of_dict
     if isinstance(value, list):
@@ -169,8 +173,22 @@ def _entries(value: Any, is_plain: bool) -> Callable[[Any], Any] | None:
     return _Identities(names)
 
 
+def _adds_empty(value: Any) -> bool:
+    """Whether reading a dict adds nothing to it, or an empty value."""
+    return isinstance(value, Counter) or (isinstance(value, defaultdict) and value.default_factory in _EMPTY)
+
+
 def _itself(value: Any) -> Any:
     return value
+
+
+def _filled(value: dict[Any, Any]) -> dict[Any, Any]:
+    """Without the entries that a defaultdict may have got because they were read."""
+    return {key: item for key, item in value.items() if (not _is_whole(item) and _items(item) is None) or item}
+
+
+def _identities_of_filled(value: dict[Any, Any]) -> dict[Any, Any]:
+    return _identities_of_dict(_filled(value))
 
 
 def _identity(value: Any) -> Any:

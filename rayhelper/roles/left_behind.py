@@ -13,15 +13,10 @@ is the driver's own, and one that was None is only a place for what comes.
 
 from __future__ import annotations
 
-import ast
-import functools
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from rayhelper.roles.methods import RoleMethod
-from rayhelper.roles.names import CHANGING, TRAINING, tree_of
+from rayhelper.roles.reached import Reached
 from rayhelper.roles.stale import Snapshot
-from rayhelper.roles.used_parts import attribute_of, called_of, class_of, functions_of, reached
 
 _STATE_DICT = "state_dict()"
 
@@ -33,23 +28,25 @@ class Changed(NamedTuple):
     trained: frozenset[str]
 
 
+def leave(title: str, reached: Reached) -> None:
+    """A method is called for the first time: what it changes is not to be read on the driver from now on."""
+    for one in reached.touched.values():
+        if is_constructed(one.instance):
+            placement = one.instance._rayhelper
+            changed = Changed(frozenset(one.set | one.changed), frozenset(reached.trained(one)))
+            placement.left.take(changed, one.instance, title, placement.snapshot)
+
+
+def is_constructed(instance: Any) -> bool:
+    """Whether an object with roles is one of this driver, whose construction has ended."""
+    return getattr(instance._rayhelper, "snapshot", None) is not None
+
+
 class LeftBehind:
     """Of one object of the driver."""
 
     def __init__(self) -> None:
-        self.seen: set[str] = set()  # names of methods
         self.changed_by: dict[str, str] = {}  # by attribute, the method as messages name it
-
-    def note(self, method: RoleMethod[..., Any], target: Any, title: str, snapshot: Snapshot) -> None:
-        """A call of the method is made: what it changes is not to be read here from now on."""
-        if method.__name__ in self.seen or method.kind != "method":
-            return
-        self.seen.add(method.__name__)
-        cls: Any = type(target)
-        self.take(_changed_by(cls, method.function), target, title, snapshot)
-        for instance, changed in _parts_changed_by(target, method.function):
-            placement = instance._rayhelper
-            placement.left.take(changed, instance, title, placement.snapshot)
 
     def take(self, changed: Changed, target: Any, title: str, snapshot: Snapshot) -> None:
         """What is changed on workers is not to be read here from now on."""
@@ -91,35 +88,3 @@ def _learns(value: Any) -> bool:
     if callable(parameters) and hasattr(value, "state_dict"):
         return any(getattr(one, "requires_grad", False) for one in parameters())
     return bool(getattr(value, "requires_grad", False)) and getattr(value, "grad_fn", None) is None
-
-
-@functools.lru_cache(4096)
-def _changed_by(cls: Any, function: Callable[..., Any]) -> Changed:
-    names: set[str] = set()
-    read: set[str] = set()
-    trains = False
-    for plain in functions_of(cls, function, set()):
-        own, tree = plain.__code__.co_varnames[0], tree_of(plain)
-        for node in ast.walk(tree) if tree is not None else ():
-            name = attribute_of(node, own)
-            if name is not None:
-                is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-                (read if is_read else names).add(name)
-            elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
-                names.add(attribute_of(node.value, own) or "")
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr in CHANGING:
-                    names.add(attribute_of(node.func.value, own) or "")
-                trains = trains or node.func.attr in TRAINING
-    return Changed(frozenset(names - {""}), frozenset(read if trains else ()))
-
-
-def _parts_changed_by(target: Any, function: Callable[..., Any]) -> Iterator[tuple[Any, Changed]]:
-    """The objects with roles that a method reaches by ``self.part.name``, and what it changes of them."""
-    for instance, used, trains in reached(target, function):
-        names, trained = set(used.set), set(used.read if trains else ())
-        for called in called_of(instance, used):
-            changed = _changed_by(class_of(instance), called)
-            names |= changed.names
-            trained |= changed.trained
-        yield instance, Changed(frozenset(names), frozenset(trained))

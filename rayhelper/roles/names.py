@@ -143,16 +143,14 @@ def _of_function(cls: type, function: Callable[..., Any], seen: set[Any], own_in
             else:
                 found.reads.add(name)
                 found.attributes.add(name)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value).startswith("super("):
-            for base in cls.__mro__[1:]:
-                if node.attr in vars(base) and (inherited := function_of(base, node.attr)) is not None:
-                    found.add(_of_function(cls, inherited, seen))
+        elif (of_base := inherited(cls, plain, node)) is not None:
+            found.add(_of_function(cls, of_base, seen))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "vars"):
             found.writes |= set(_constants(node))
         if isinstance(node, ast.Name) and node.id in own and isinstance(node.ctx, ast.Load):
             parent = parents.get(id(node))
             call = parents.get(id(parent)) if isinstance(parent, ast.keyword) else parent
-            given = _given(call, parent, node, plain.__globals__) if isinstance(call, ast.Call) else None
+            given = given_to(call, parent, node, plain.__globals__) if isinstance(call, ast.Call) else None
             if given is not None:
                 found.add(_of_function(cls, given[0], seen, given[1]))
             elif not _is_understood(node, parent, parents):
@@ -224,8 +222,8 @@ def _changed_places(nodes: list[ast.AST]) -> Iterator[ast.AST]:
         elif isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.target, ast.Name):
             stands_for.setdefault(node.target.id, []).append(node.iter)
     for node in nodes:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
-            place = node.func.value
+        if is_call_of(node, CHANGING):
+            place = node.func.value  # type: ignore[attr-defined]
         elif isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
             place = node.value
         else:
@@ -291,10 +289,13 @@ def _is_understood(node: ast.Name, parent: ast.AST | None, parents: dict[int, as
     return isinstance(parent, (ast.Compare, ast.Assign, ast.Return))
 
 
-def _given(
-    call: ast.Call, parent: ast.AST | None, node: ast.Name, namespace: dict[str, Any]
+def given_to(
+    call: ast.Call, parent: ast.AST | None, node: ast.expr, namespace: dict[str, Any]
 ) -> tuple[FunctionType, int] | None:
-    """The function of the project to which a call gives an object, and the position of its parameter there."""
+    """The function of the project to which a call gives an object, and the position of its parameter there.
+
+    ``node``: the object, in the call itself or in its keyword ``parent``.
+    """
     called, shift = _named(call.func, namespace), 0
     if called is MISSING and isinstance(call.func, ast.Attribute):
         owner = _named(call.func.value, namespace)
@@ -468,6 +469,29 @@ def function_of(cls: type, name: str) -> Callable[..., Any] | None:
     except RoleError:
         inner = getattr(entry, "fget", None) or getattr(entry, "func", None) or getattr(entry, "__func__", None)
         return inner if isinstance(inner, FunctionType) else None
+
+
+def is_call_of(node: ast.AST, methods: frozenset[str]) -> bool:
+    """Whether it calls such a method: ``loss.backward()`` for TRAINING."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in methods
+
+
+def inherited(cls: type, function: FunctionType, node: ast.AST) -> Callable[..., Any] | None:
+    """The function that ``super().name`` or ``Base.name`` stands for in a method of a class; None: for nothing."""
+    if not isinstance(node, ast.Attribute):
+        return None
+    if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "super":
+        places = [k for k, base in enumerate(cls.__mro__) if _is_in(base, function)]
+        bases = cls.__mro__[places[0] + 1 if places else 1 :]
+    else:
+        base = _named(node.value, function.__globals__)
+        bases = (base,) if base in cls.__mro__[1:] else ()
+    return next((function_of(base, node.attr) for base in bases if node.attr in vars(base)), None)
+
+
+def _is_in(base: type, function: FunctionType) -> bool:
+    """Whether a class defines a function, under whatever decorators."""
+    return function.__name__ in vars(base) and _unwrapped(function_of(base, function.__name__)) is function
 
 
 @functools.lru_cache(4096)

@@ -6,7 +6,10 @@ import functools
 import importlib.metadata
 import os
 import sys
+import sysconfig
 from typing import Any
+
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 def is_of_project(name: str, module: Any) -> bool:
@@ -20,6 +23,8 @@ def _is_of_project(root: str, file: str) -> bool:
     if root in sys.stdlib_module_names or root == "rayhelper":
         return False
     if any(part in ("site-packages", "dist-packages") for part in file.split(os.sep)):
+        return False
+    if os.path.dirname(file) == _STANDARD_LIBRARY:  # what Python was built with, under a name of its platform
         return False
     return not is_installed(root)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
-import textwrap
 from typing import Any
 
 from rayhelper.device_groups import DRIVER
@@ -38,29 +35,14 @@ def missing(owner: type, instance: Any, name: str) -> Any:
 def where_it_is_set(cls: Any, name: str) -> str:
     """The sentence that names the methods of roles that set an attribute; empty: none does."""
     from rayhelper.roles.classes import role_methods
+    from rayhelper.roles.names import of_method
 
-    setters = {method: one.role for method, one in role_methods(cls).items() if one.role != DRIVER and _sets(one, name)}
+    of_roles = {method: one for method, one in role_methods(cls).items() if one.role != DRIVER}
+    setters = {method: one.role for method, one in of_roles.items() if name in of_method(cls, one).writes}
     if not setters:
         return ""
     methods = " and ".join(f"{cls.__name__}.{method} (role {role!r})" for method, role in setters.items())
     return (
         f"{methods} sets self.{name}, which exists only on the workers of that role. Return the value from a method of "
         "the role, or read it in one."
-    )
-
-
-def _sets(method: Any, name: str) -> bool:
-    """Whether the source of a method assigns to this attribute of its object."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method.function))))
-    except (OSError, TypeError, SyntaxError):
-        return False
-    own = next((node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)), "")
-    return any(
-        isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and node.attr == name
-        and isinstance(node.value, ast.Name)
-        and node.value.id == own
-        for node in ast.walk(tree)
     )

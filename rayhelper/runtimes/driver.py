@@ -23,13 +23,12 @@ from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
 from rayhelper.errors import RoleError
 from rayhelper.roles.classes import build
 from rayhelper.roles.futures import Future, finished
-from rayhelper.roles.in_place import InPlace
 from rayhelper.roles.left_behind import LeftBehind
 from rayhelper.roles.methods import RoleMethod, find_method, not_constructed
 from rayhelper.roles.names import of_method
 from rayhelper.roles.parts import NO_INSTANCE, Identity, Record, address_within, check_same_parts, refuse_to_travel
 from rayhelper.roles.runtime import Route, Shard, WorkerInfo, state
-from rayhelper.roles.stale import Snapshot, kept_attributes
+from rayhelper.roles.stale import InPlace, Snapshot, kept_attributes
 from rayhelper.roles.used_parts import UsedParts
 from rayhelper.runtimes.off import call_here
 from rayhelper.watch.watchdog import Call
@@ -348,7 +347,6 @@ class DriverPlacement:
             if self.in_place is not None:
                 self.in_place.check(method, names, target, title)
             self.used_parts.check(method, target, title)
-            self.left.note(method, target, title, self.snapshot)
             self.snapshot.called(names, target)
         return group, location_of(str(identity.address), identity.cls, method)  # type: ignore[arg-type]
 

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rayhelper import folder
+from rayhelper.folder import Where
 from rayhelper.worker.messages import Messages, ToldMessages
-from rayhelper.worker.patches import default_device
+from rayhelper.worker.patches import PRECISIONS, backend_of, default_device, precisions
 from rayhelper.worker.random_streams import DriverRandom, NewRandom, RandomState, RandomStream
 from rayhelper.worker.when_loaded import when_loaded
 
@@ -34,7 +36,7 @@ class Ambient:
     random: RandomState
     torch: dict[str, Any] | None  # by name in ``_TORCH``; None: torch is not loaded
     messages: Messages
-    folder: str | None  # where relative paths begin
+    where: Where  # relative paths begin, and modules are found
 
     @classmethod
     def here(cls) -> Ambient:
@@ -46,7 +48,7 @@ class Ambient:
         if self.torch is not None:
             when_loaded("torch", functools.partial(_set_flags, self.torch))
         self.messages.apply()
-        folder.follow(self.folder)
+        folder.follow(self.where)
 
 
 def _dtype(torch: Any, name: str) -> Any:
@@ -55,6 +57,59 @@ def _dtype(torch: Any, name: str) -> Any:
 
 def _set_cudnn(cudnn: Any, deterministic: bool, benchmark: bool, enabled: bool) -> None:
     cudnn.deterministic, cudnn.benchmark, cudnn.enabled = deterministic, benchmark, enabled
+
+
+def _matmul_precision(torch: Any) -> str | None:
+    """As the older interface names it; None: the newer one has set what that cannot name (``PRECISIONS``)."""
+    try:
+        return str(torch.get_float32_matmul_precision())
+    except RuntimeError:
+        return None
+
+
+def _set_precisions(torch: Any, values: Sequence[str]) -> None:
+    for name, value in zip(PRECISIONS, values, strict=False):
+        backend = backend_of(torch, name)
+        if backend.fp32_precision != value:
+            backend.fp32_precision = value
+
+
+def _num_threads(torch: Any) -> int | None:
+    """How many threads an operator uses, if that was set; None: as torch has chosen, which workers do themselves."""
+    num: int = torch.get_num_threads()
+    return None if num in _chosen() else num
+
+
+@functools.cache
+def _chosen() -> Collection[int]:
+    """The numbers that torch may choose: of the variable, or of the cores."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    if told.isdecimal():
+        return {int(told)}
+    cores = {os.cpu_count() or 1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1}
+    return cores | {num // 2 for num in cores}
+
+
+def _set_num_threads(torch: Any, num: int | None) -> None:
+    torch.set_num_threads(_first_num_threads(torch) if num is None else num)
+
+
+@functools.cache
+def _first_num_threads(torch: Any) -> int:
+    return int(torch.get_num_threads())
+
+
+_SMALLEST = float("5e-324")
+
+
+def _flushes_denormal(_: Any) -> bool:
+    """As ``torch.set_flush_denormal`` sets it, for the numbers of Python as well."""
+    return _SMALLEST * 1.0 == 0.0
+
+
+def _set_reduced(matmul: Any, fp16: Any, bf16: Any) -> None:
+    matmul.allow_fp16_reduced_precision_reduction = fp16
+    matmul.allow_bf16_reduced_precision_reduction = bf16
 
 
 def _set_filling(deterministic: Any, fills: bool) -> None:
@@ -88,9 +143,23 @@ _TORCH: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
         lambda torch, name: torch.set_default_device(None if name == "cpu" else name),
     ),
     "matmul precision": (
-        lambda torch: torch.get_float32_matmul_precision(),
-        lambda torch, value: torch.set_float32_matmul_precision(value),
+        _matmul_precision,
+        lambda torch, value: None if value is None else torch.set_float32_matmul_precision(value),
     ),
+    "float32 precision of backends": (precisions, _set_precisions),
+    "reduced precision of sums": (
+        lambda torch: (
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        ),
+        lambda torch, value: _set_reduced(torch.backends.cuda.matmul, *value),
+    ),
+    "mkldnn": (
+        lambda torch: torch.backends.mkldnn.enabled,
+        lambda torch, value: setattr(torch.backends.mkldnn, "enabled", value),
+    ),
+    "number of threads": (_num_threads, _set_num_threads),
+    "denormal numbers": (_flushes_denormal, lambda torch, value: torch.set_flush_denormal(value)),
     "deterministic algorithms": (
         lambda torch: (
             torch.are_deterministic_algorithms_enabled(),
@@ -133,6 +202,8 @@ def flags_of(torch: Any) -> dict[str, Any]:
 def _set_flags(flags: dict[str, Any], torch: Any) -> None:
     for name, value in flags.items():
         get, put = _TORCH[name]
+        if name == "number of threads":
+            _first_num_threads(torch)
         if get(torch) != value:
             put(torch, value)
 
@@ -147,7 +218,7 @@ class Mode(NamedTuple):
     random: NewRandom | None  # what became of the random generators
     torch: dict[str, Any] | None  # new defaults of torch, by name in ``_TORCH``
     messages: Messages | None  # new filters of warnings, or another logging
-    folder: str | None  # another than before
+    where: Where | None  # another folder or ``sys.path`` than before
 
     def settled(self, stream: RandomStream) -> Mode:
         """The rest of the mode, after new seeds and defaults have been set: they stay. ``stream``: of the worker."""
@@ -157,8 +228,8 @@ class Mode(NamedTuple):
             when_loaded("torch", functools.partial(_set_flags, self.torch))
         if self.messages is not None:
             self.messages.apply()
-        folder.follow(self.folder)
-        return self._replace(random=None, torch=None, messages=None, folder=None)
+        folder.follow(self.where)
+        return self._replace(random=None, torch=None, messages=None, where=None)
 
     def applied(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, this thread is in the same mode."""
@@ -186,7 +257,7 @@ class DriverMode:
         self.flags: dict[str, Any] | None = None  # torch's defaults, as the workers were told
         self.restarts_left: int | None = None  # when they were told the flags
         self.messages = ToldMessages()
-        self.folder = folder.here()
+        self.where = folder.here()
 
     def constructing(self) -> None:
         """The workers are told all seeds and defaults now."""
@@ -194,7 +265,7 @@ class DriverMode:
         self.flags = None if torch is None else flags_of(torch)
         self.random.constructing()
         self.messages.constructing()
-        self.folder = folder.here()
+        self.where = folder.here()
 
     def of_call(self, restarts_left: int) -> Mode | None:
         """The mode in which a call is made; None: as the workers are.
@@ -207,11 +278,11 @@ class DriverMode:
         self.restarts_left = restarts_left
         messages = self.messages.of_call(again=is_new_worker)
         here = folder.here()
-        moved = None if here == self.folder and not is_new_worker else here
-        self.folder = here
+        moved = None if here == self.where and not is_new_worker else here
+        self.where = here
         as_told = new is None and messages is None and moved is None
         if torch is None:
-            return None if as_told else _AS_AT_FIRST._replace(random=new, messages=messages, folder=moved)
+            return None if as_told else _AS_AT_FIRST._replace(random=new, messages=messages, where=moved)
         flags = flags_of(torch)
         is_told = flags == self.flags and not is_new_worker
         self.flags = flags

@@ -22,6 +22,8 @@ from trainers.ppo import PPOTrainer
 from trainers.reward import RewardTrainer
 from trainers.sft import SFTTrainer
 
+pytestmark = pytest.mark.usefixtures("own_modules")
+
 PROVED: dict[str, tuple[Any, Callable[..., Any], dict[str, Any]]] = {
     "sft": (SFTTrainer, runs.sft_config, {}),
     "dpo": (DPOTrainer, runs.dpo_config, {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import random
@@ -23,6 +24,7 @@ from rayhelper.errors import DispatchError, WorkerError
 from rayhelper.values.lost import check_arguments, check_value
 from rayhelper.worker.ambient import DriverMode
 from rayhelper.worker.messages import Messages
+from rayhelper.worker.patches import PRECISIONS, backend_of, precisions
 from tests.conftest import RaySession, without_runtime
 
 TWO = {"g": {"device": "CPU", "ranks": 2, "workers": ["net"]}}
@@ -80,6 +82,22 @@ class Net:
             torch.is_anomaly_enabled(),
             np.geterr()["divide"],
         ]
+
+    @RayHelper.function(group="net")
+    def arithmetic(self) -> list[Any]:
+        matmul = torch.backends.cuda.matmul
+        small = torch.full((1,), 1e-40, dtype=torch.float32)
+        return [
+            torch.get_num_threads(),
+            torch.backends.mkldnn.enabled,
+            (torch.backends.fp32_precision, matmul.fp32_precision),
+            matmul.allow_bf16_reduced_precision_reduction,
+            float(small * 1.0) == 0.0,
+        ]
+
+    @RayHelper.function(group="net", execute="first")
+    def imports(self, name: str) -> int:
+        return int(importlib.import_module(name).VALUE)
 
     @RayHelper.function(group="net")
     def modes(self, _: int = 0) -> list[Any]:
@@ -373,6 +391,47 @@ def test_defaults_of_torch_that_are_set_later_hold_from_the_next_call_on(on_ray:
         == before
         == [["torch.float32", "highest", False, False, (False, False), True, False, "warn"]] * 2
     )
+
+
+def test_what_sums_and_products_are_computed_with_holds_on_workers(on_ray: None) -> None:
+    """The interface of torch 2.9 sets what the older one cannot name, and then refuses to tell."""
+    net, backends = Net(), torch.backends
+    before, precisions_before = net.arithmetic(), precisions(torch)
+    assert before[0][1]
+    assert not before[0][4]
+    try:
+        torch.set_num_threads(before[0][0] + 2)
+        backends.mkldnn.enabled = False
+        backends.fp32_precision = "tf32"
+        backends.cuda.matmul.fp32_precision = "ieee"
+        backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.set_flush_denormal(True)
+        told = [before[0][0] + 2, False, ("tf32", "ieee"), False, True]
+        assert net.arithmetic() == Net().arithmetic() == [told] * 2
+    finally:
+        torch.set_num_threads(before[0][0])
+        backends.mkldnn.enabled = True
+        for name, value in zip(PRECISIONS, precisions_before, strict=True):
+            backend_of(torch, name).fp32_precision = value
+        backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+        torch.set_flush_denormal(False)
+    assert net.arithmetic() == before
+
+
+def test_workers_find_modules_where_the_driver_does(
+    on_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a module that a role imports when it runs is not found, with Ray alone."""
+    (tmp_path / "of_that_folder.py").write_text("VALUE = 5\n")
+    net = Net()
+    with pytest.raises(ModuleNotFoundError):
+        net.imports("of_that_folder")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert (net.imports("of_that_folder"), Net().imports("of_that_folder")) == (5, 5)
+    (tmp_path / "not_there_any_more.py").write_text("VALUE = 6\n")
+    monkeypatch.undo()
+    with pytest.raises(ModuleNotFoundError):
+        net.imports("not_there_any_more")
 
 
 def test_workers_go_where_the_driver_goes(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +48,30 @@ class Steps(Fields):
         return self.count + len(self.history)
 
 
+def loss_of(model: torch.nn.Linear) -> Any:
+    return model(torch.ones(4, 2)).pow(2).mean()
+
+
+def learn(model: torch.nn.Linear, frozen: Any) -> None:
+    loss_of(model).backward()
+
+
+@RayHelper.worker(group="train")
+class Giving(Fields):
+    @RayHelper.function(group="train", execute="first")
+    def loss(self) -> float:
+        return float(loss_of(self.lin))
+
+    @RayHelper.function(group="train", execute="first")
+    def learn(self) -> None:
+        learn(self.lin, frozen=self.frozen)
+
+    @RayHelper.function(group="train", execute="first")
+    def learn_by_other_names(self) -> None:
+        lin, frozen = self.lin, self.frozen
+        learn(frozen=frozen, model=lin)
+
+
 @RayHelper.worker(group="train")
 class Plain(Steps):
     pass
@@ -77,6 +102,18 @@ def test_the_driver_is_told_that_the_workers_have_another_value(cls: Any, name: 
     assert trained.untouched == [1]
     assert trained.frozen is not None
     assert trained.cache is None, "a place for what comes"
+
+
+@pytest.mark.usefixtures("_session")
+@pytest.mark.parametrize("method", ["learn", "learn_by_other_names"])
+def test_a_model_that_a_function_trains_is_told_as_well(method: str) -> None:
+    giving = Giving()
+    giving.loss()
+    assert giving.lin is not None, "which trains nothing"
+    getattr(giving, method)()
+    with pytest.raises(AttributeError, match=rf"Giving\.lin differs from the workers' value: Giving\.{method} \(role"):
+        _ = giving.lin
+    assert giving.frozen is not None
 
 
 @pytest.mark.usefixtures("_session")
@@ -134,6 +171,76 @@ def test_what_a_role_of_the_whole_changes_in_a_part_is_told_as_well(method: str,
         with pytest.raises(AttributeError, match=rf"Plain\.{name} differs .*: Whole\.{method} .* has changed it there"):
             getattr(whole.parts[0], name)
     assert whole.parts[0].untouched == [1]
+
+
+class Loop:
+    """A loop of somebody who knows no roles."""
+
+    def __init__(self) -> None:
+        self.lin = torch.nn.Linear(2, 1)
+        self.num_steps = 0
+        self.callbacks: defaultdict[str, list[Any]] = defaultdict(list)
+
+    def on(self, event: str, callback: Any) -> None:
+        self.callbacks[event] = [callback]
+
+    def run(self) -> None:
+        lin = self.lin
+        self.loss = lin(torch.ones(4, 2)).sum()
+        self.loss.backward()
+        torch.optim.SGD(lin.parameters(), lr=0.1).step()
+        self.num_steps += 1
+        for callback in self.callbacks["step"]:
+            callback(self)
+
+
+@RayHelper.worker(group="train")
+class Inheriting(Loop):
+    @RayHelper.function(group="train", execute="first")
+    def run(self) -> None:
+        super().run()
+
+    @RayHelper.function(group="train", execute="first")
+    def on(self, event: str, callback: Any) -> None:
+        Loop.on(self, event, callback)
+
+    @RayHelper.function(group="train", execute="first")
+    def counted(self) -> int:
+        return self.num_steps
+
+
+@RayHelper.worker(group="train")
+class Naming(Loop):
+    @RayHelper.function(group="train", execute="first")
+    def run(self) -> None:
+        Loop.run(self)
+
+
+@pytest.mark.usefixtures("_session")
+@pytest.mark.parametrize("cls", [Inheriting, Naming])
+def test_what_an_inherited_method_changes_is_told_as_well(cls: Any) -> None:
+    loop = cls()
+    loop.run()
+    for name in ("num_steps", "lin"):
+        with pytest.raises(AttributeError, match=rf"{name} differs from the workers' value: {cls.__name__}\.run"):
+            getattr(loop, name)
+    with pytest.raises(AttributeError, match=rf"{cls.__name__}\.run \(role 'train'\) sets self\.loss"):
+        _ = loop.loss
+
+
+@pytest.mark.usefixtures("_session")
+def test_a_callback_that_the_workers_do_not_have_is_refused() -> None:
+    seen: list[int] = []
+    loop = Naming()
+    _ = loop.callbacks["read"]  # which adds nothing but an empty list
+    loop.run()
+    loop.on("step", seen.append)
+    with pytest.raises(RoleError, match=r"of which self\.callbacks\['step'\] was changed on the driver"):
+        loop.run()
+    other = Inheriting()
+    other.on("step", lambda it: setattr(it, "num_steps", 10))
+    other.run()
+    assert other.counted() == 10
 
 
 @pytest.mark.usefixtures("_session")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rayhelper.channel import patches as channel_patches
 from rayhelper.runtimes.ray import patches
-from rayhelper.worker.patches import abort_process_group, default_device, take_over
+from rayhelper.worker.patches import PRECISIONS, abort_process_group, backend_of, default_device, precisions, take_over
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -60,6 +60,23 @@ def test_the_default_device_is_what_torch_says(version: str, monkeypatch: pytest
         assert default_device(torch) == "meta"
     finally:
         torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("missing", ["nothing", "the private name", "the interface"])
+def test_precisions_are_what_the_backends_say(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tuple(backend_of(torch, name).fp32_precision for name in PRECISIONS)
+    if missing == "the private name":
+        assert precisions(SimpleNamespace(backends=torch.backends, _C=SimpleNamespace())) == expected
+    elif missing == "the interface":
+        assert precisions(SimpleNamespace(backends=SimpleNamespace())) == ()
+    else:
+        torch.backends.mkldnn.conv.fp32_precision = "bf16"
+        try:
+            assert precisions(torch) != expected
+            assert precisions(torch)[list(PRECISIONS).index("mkldnn.conv")] == "bf16"
+        finally:
+            torch.backends.mkldnn.conv.fp32_precision = "none"
+        assert precisions(torch) == expected
 
 
 def test_a_future_that_is_taken_over_can_be_awaited_again_and_one_without_a_mark_stays_as_it_is() -> None:

@@ -18,6 +18,8 @@ from tests.conftest import without_runtime
 from tests.rayhelper import prove_fixture
 from tests.rayhelper.prove_fixture import Trainer
 
+pytestmark = pytest.mark.usefixtures("own_modules")
+
 OFF_AND_STRICT = ("off", "one worker, strict")
 TWO = ("one worker, strict", "two workers")
 

@@ -23,6 +23,8 @@ from tests import warm
 from tests.conftest import without_runtime
 from tests.rayhelper import prove_planted as planted
 
+pytestmark = pytest.mark.usefixtures("own_modules")
+
 ROOT = Path(__file__).resolve().parents[2]
 STRICT = ("off", "one worker, strict")
 TWO = ("one worker, strict", "two workers")

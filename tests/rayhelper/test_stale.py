@@ -344,8 +344,8 @@ def test_what_roles_change_in_place_themselves_and_what_is_set_back_is_no_change
     assert configured.by_options() == (0.1, [0.9, 0.95])
     SEEN.append(2.0)
     assert configured.counts() == 3
+    configured.tokens_of("the driver's")  # a cache that both fill, by another name
     configured.remembers("a b")
-    remembered("the driver's")  # a cache that both fill, by a function that is passed it
-    configured.tokens_of("the driver's")  # and by another name
+    remembered("the driver's")  # and by a function that is passed it
     assert configured.grouped["read"] == 0
     configured.remembers("a c")

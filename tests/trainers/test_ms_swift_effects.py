@@ -163,3 +163,69 @@ def test_what_is_not_built_is_refused_with_a_remedy(read: Any, words: str, remed
 def test_a_system_prompt_may_be_a_file(read: Any, tmp_path: Path) -> None:
     (tmp_path / "system.txt").write_text("Be short.")
     assert read("sft", "--system", str(tmp_path / "system.txt")).system == "Be short."
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo", "grpo"])
+def test_an_adapter_has_its_rank_where_nobody_writes_tuner_type(read: Any, command: str) -> None:
+    """base_args.py: tuner_type is lora, and 16 and 0.05 are defaults of TRL's that are read there."""
+    found = read(command, "--lora_rank", "16", "--lora_dropout", "0.05")
+    assert (found.tuner_type, found.lora_rank, found.lora_dropout) == ("lora", 16, 0.05)
+
+
+def test_an_engine_that_megatron_has_by_default_keeps_its_share_of_memory(read: Any) -> None:
+    """megatron_args.py: use_vllm is true, and 0.3 is TRL's default for an engine."""
+    found = read("grpo", "--backend", "megatron", "--vllm_gpu_memory_utilization", "0.3")
+    assert (found.rollout_engine, found.vllm_gpu_memory_utilization) == ("vllm", 0.3)
+
+
+EMPTY_THOUGHTS = (  # as Qwen3's template writes them before the last answer
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}"
+    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_empty_thoughts_that_a_template_writes_are_not_learned(
+    read: Any, paths: tuple[str, str], tmp_path: Path
+) -> None:
+    """template_args.py, _set_loss_scale: of models that think or not, unless disable_ignore_empty_think."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    from trainers.data.loss_scale import parsed
+    from trainers.data.rows import tokenize_sft
+
+    (tmp_path / "thinks.jinja").write_text(EMPTY_THOUGHTS)
+    thinks = ["--chat_template", str(tmp_path / "thinks.jinja")]
+    assert read("sft").loss_scale == "default"
+    disabled = read("sft", *thinks, "--disable_ignore_empty_think", "true").loss_scale
+    found = read("sft", *thinks).loss_scale
+    assert (disabled, found) == ("default", "default+ignore_empty_think")
+    assert read("sft", *thinks, "--loss_scale", "last_round").loss_scale == "last_round+ignore_empty_think"
+    tokenizer = AutoTokenizer.from_pretrained(paths[0], chat_template=EMPTY_THOUGHTS)
+    learned = []
+    for scale in (disabled, found):
+        rows = tokenize_sft(Dataset.from_list([ROW]), tokenizer, max_length=None, loss_scale=parsed(scale))
+        learned.append(tokenizer.decode(rows.input_ids.values[rows.target_mask.values]))
+    assert learned[0].startswith("<think>")
+    assert learned[1].startswith("a<")
+
+
+def test_keys_of_generation_do_nothing_where_nothing_is_generated(read: Any) -> None:
+    """base.py: the prefix of a response is appended only where the row has no answer."""
+    words = "--temperature 0.5 --top_k 20 --stop_words x --max_new_tokens 9 --num_beams 2 --response_prefix <think>"
+    for command in ("sft", "dpo", "kto"):
+        assert read(command, *words.split()) == read(command)
+    for command in ("grpo", "ppo"):
+        with pytest.raises(ConfigError, match="Write a chat_template whose generation prompt ends with this text"):
+            read(command, *(["--reward_funcs", "format"] if command == "ppo" else []), "--response_prefix", "<think>")
+
+
+def test_stop_words_that_are_tokens_end_a_completion(read: Any, paths: tuple[str, str]) -> None:
+    from transformers import AutoTokenizer
+
+    known = AutoTokenizer.from_pretrained(paths[0]).get_added_vocab()
+    word = next(iter(known))
+    assert read("grpo", "--stop_words", word).stop_token_ids == [known[word]]
+    with pytest.raises(ConfigError, match="write stop_token_ids"):
+        read("grpo", "--stop_words", word, "Observation:")

@@ -234,7 +234,8 @@ def test_a_key_that_is_given_twice_is_told_as_such() -> None:
 def test_a_file_says_numbers_in_plain_digits_too(line: str, text: str, number: int, tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("model: m\ndataset: d\n" + line.format(text))
     with pytest.raises(
-        ConfigError, match=f"{text} is not a number in decimal digits. Write {number}, or put it in quotes"
+        ConfigError,
+        match=f"{text} is not a number in decimal digits. Write {number}, or put it in quotes if it is text",
     ):
         load_config(SFTConfig, ["--config", str(tmp_path / "x.yaml")])
 

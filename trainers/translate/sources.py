@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rayhelper import ConfigError
-from rayhelper.text import nearest, parse_text, read_yaml
+from rayhelper.text import Loader, nearest, parse_text
 from trainers.translate.conditions import evaluated
 from trainers.translate.shell import commands, unknown_in
 
@@ -26,6 +28,14 @@ FOLDERS = ("trainer.default_local_dir", "trainer.default_hdfs_dir")
 SECTIONS = {"actor_rollout_ref": "verl", "actor_train": "roll", "actor_infer": "roll"}
 OF_SWIFT = ("rlhf_type", "tuner_type", "train_type", "val_dataset", "micro_batch_size", "split_dataset_ratio")
 OF_TRL = ("dataset_name", "datasets", "model_name_or_path", "dataset_train_split", "use_peft")
+
+
+class _AsTheyRead(Loader):
+    """YAML of another system, which reads 1_000 as a number: hydra and OmegaConf do."""
+
+
+_AsTheyRead.add_constructor("tag:yaml.org,2002:int", yaml.SafeLoader.construct_yaml_int)  # type: ignore[type-var]
+_AsTheyRead.add_constructor("tag:yaml.org,2002:float", yaml.SafeLoader.construct_yaml_float)  # type: ignore[type-var]
 
 
 class UnsetError(ConfigError):
@@ -153,15 +163,20 @@ def _overrides(words: list[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A value as hydra reads it: YAML, in which 1e-6 is a number."""
+    """A value as hydra reads it: YAML, in which 1e-6 and 1_000 are numbers."""
     try:
+        if re.fullmatch(r"[-+]?[1-9]\d*(_\d+)+(\.\d+)?", text.strip()):
+            text = text.replace("_", "")
         return parse_text(text, "text") if text.strip() else None
     except ConfigError:
         return text
 
 
 def _of_yaml(path: Path, text: str, system: str | None) -> Source:
-    found = read_yaml(text)
+    try:
+        found = yaml.load(text, Loader=_AsTheyRead)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}. Correct the text there") from None
     if not isinstance(found, Mapping):
         raise ConfigError(f"{path} must hold a mapping of keys to values")
     whose = system or next((one for section, one in SECTIONS.items() if section in found), None)

@@ -232,6 +232,8 @@ def _experts(given: GivenKeys) -> None:
 def _optimizer(given: GivenKeys) -> None:
     """Megatron's optimizer in the memory of the host, and its states in other precisions."""
     name = "optimizer"
+    if given.foreign(name) and "optim" in given.known and given.get(name) == "sgd":
+        given.put("optim", given.take(name), name)
     if given.foreign(name) and "optim" in given.known and given.get("backend") != "megatron":
         value = given.get(name)
         if value == "muon":
@@ -245,6 +247,7 @@ def _optimizer(given: GivenKeys) -> None:
                 "optimizer muonclip is not supported: it needs the largest score of attention, which torch's "
                 "attention does not return. Write optimizer: muon, and remove optim_args",
             )
+    _of_optimizers(given)
     name = "optimizer_cpu_offload"
     if given.foreign(name) and "optimizer_offload" in given.known and given.get(name) is True:
         given.take(name)
@@ -264,6 +267,18 @@ def _optimizer(given: GivenKeys) -> None:
         lower = [key for key in precisions if key in given.values]
         if not lower:
             given.notes["use_precision_aware_optimizer"] = "all states of the optimizer are float32"
+
+
+def _of_optimizers(given: GivenKeys) -> None:
+    """Settings of Megatron's SGD and Muon, which nobody reads with another optimizer."""
+    optim = given.get("optim", given.get("optimizer", "adam"))
+    momentum = given.take("sgd_momentum") if given.foreign("sgd_momentum") and "optim_kwargs" in given.known else None
+    if momentum is not None and optim == "sgd":
+        given.put_inner("optim_kwargs", "momentum", momentum, "sgd_momentum")
+    for name in [name for name in given.values if name.startswith("muon_") and given.foreign(name)]:
+        if "muon" not in str(optim):
+            given.take(name)
+            given.notes[name] = "the optimizer is not Muon"
 
 
 def _fsdp(given: GivenKeys) -> None:

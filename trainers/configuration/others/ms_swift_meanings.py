@@ -11,12 +11,16 @@
     rope_scaling, max_model_len   model_init_kwargs: {rope_parameters: ..., max_position_embeddings: ...}
     INFONCE_TEMPERATURE ...       keys of the same names in small letters, of embeddings and rerankers
     sequence_parallel_size        of GRPO: accumulation and generations count all workers there
+    loss_scale of SFT             with +ignore_empty_think, where the chat template writes empty thoughts
+    stop_words                    stop_token_ids, of words that are tokens of their own
+    temperature, response_prefix  nothing where nothing is generated
 
 Defaults are ``defaults.py``. What a key of ours says already, is left.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -58,6 +62,13 @@ OF_MODELS: Mapping[str, Mapping[str, str]] = {  # swift/template/templates/llm.p
 FAKE_MARGIN = "infonce_fake_neg_margin"
 SWITCHES = ("infonce_use_batch", "infonce_mask_fake_negative", "infonce_include_qq", "infonce_include_dd")  # 1 is true
 SMOOTH = ("sapo", "vespo", "real")  # losses whose weights fall smoothly instead of being clipped
+OF_GENERATION = (  # which ms-swift reads in such a training only with predict_with_generate
+    *("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "num_beams", "stop_words", "logprobs"),
+    *("top_logprobs", "structured_outputs_regex", "response_prefix"),
+)
+OF_PROMPTS = {"num_labels", "max_negative_samples", "infonce_temperature"}  # trainers whose rows may lack an answer
+THOUGHTS = "disable_ignore_empty_think"
+EMPTY_THOUGHTS = re.compile(r"<think>\s*</think>")
 LIMITED = {"cosine": "max_len", "soft_overlong": "soft_max_length"}  # by max_completion_length, where nobody says
 
 
@@ -75,6 +86,9 @@ def mean_as_there(given: GivenKeys, config_type: type, defaults: Mapping[str, An
     _positions(given)
     _pairs(given)
     _scales(given)
+    _empty_thoughts(given, defaults)
+    _without_generation(given)
+    _stop_words(given)
     if given.get("dynamic_sample") is True and "dynamic_sample" in given.known:
         given.notes["max_resample_times"] = (
             "after this number of draws, prompts with equal rewards fill the generation; ms-swift then uses its "
@@ -97,6 +111,79 @@ def _has_micro_batches(given: GivenKeys, defaults: Mapping[str, Any]) -> bool:
     """Whether a step has several micro-batches, of one worker or of several."""
     steps = given.get("gradient_accumulation_steps", defaults.get("gradient_accumulation_steps"))
     return steps != 1 or given.get("use_ray") is True or "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _without_generation(given: GivenKeys) -> None:
+    """Every training there has the keys of generation, and most generate nothing."""
+    if {"max_completion_length", "num_return_sequences"} & set(given.known):
+        return
+    for name in OF_GENERATION:
+        ends_prompt = name == "response_prefix" and OF_PROMPTS & set(given.known)
+        if given.foreign(name) and not ends_prompt:
+            given.take(name)
+            given.notes[name] = "this training generates nothing, and ms-swift does not read it either"
+
+
+def _stop_words(given: GivenKeys) -> None:
+    """Words that are tokens of their own, such as ``<|im_end|>``; there other words end a completion too."""
+    name = "stop_words"
+    if not given.foreign(name) or "stop_token_ids" not in given.known or not given.get(name):
+        return
+    words = given.get(name)
+    words = [words] if isinstance(words, str) else words
+    known = _own_tokens(given)
+    if isinstance(words, list) and known is not None and all(str(word) in known for word in words):
+        given.take(name)
+        said = given.get("stop_token_ids") or []
+        given.put("stop_token_ids", [*said, *(known[str(word)] for word in words)], name)
+
+
+def _own_tokens(given: GivenKeys) -> dict[str, int] | None:
+    """The tokens that the model's tokenizer finds before it cuts text, and their ids; None: it is not there yet."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(given.values["model"])
+    except (KeyError, OSError, TypeError, ValueError):  # who loads the tokenizer says what is wrong with it
+        return None
+    return dict(tokenizer.get_added_vocab())
+
+
+def _empty_thoughts(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    """Of models that may think or not: there the empty thoughts of an answer are not learned."""
+    if not {"loss_scale", "packing_strategy"} <= set(given.known):  # SFT alone
+        return
+    disables = given.foreign(THOUGHTS) and type(given.get(THOUGHTS)) is bool and given.take(THOUGHTS)
+    scale = given.get("loss_scale", defaults.get("loss_scale"))
+    if disables or not isinstance(scale, str) or scale == "all" or "ignore_empty_think" in scale:
+        return
+    if EMPTY_THOUGHTS.search(_chat_template(given).replace("\\n", "\n")):
+        given.values["loss_scale"] = f"{scale}+ignore_empty_think"
+        given.where.setdefault("loss_scale", given.where["model"])
+        given.origins["loss_scale"] = "the chat template, which writes empty thoughts"
+
+
+def _chat_template(given: GivenKeys) -> str:
+    """The text of the chat template that is named, or else of the model's; '' if the model is not there yet."""
+    from transformers.utils.hub import cached_file
+
+    said = given.values.get("chat_template")
+    if isinstance(said, str):
+        path = Path(said).expanduser()
+        return path.read_text(encoding="utf-8") if said.endswith(".jinja") and path.is_file() else said
+    model = given.values.get("model")
+    if not isinstance(model, str):
+        return ""
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        try:
+            file = cached_file(model, name)
+            text = Path(file).read_text(encoding="utf-8") if file else ""
+            found = text if name.endswith(".jinja") or not text else json.loads(text).get("chat_template")
+        except (OSError, ValueError):  # who loads the tokenizer says what is wrong with it
+            continue
+        if found:
+            return str(found)
+    return ""
 
 
 def _clipping(given: GivenKeys, defaults: Mapping[str, Any]) -> None:

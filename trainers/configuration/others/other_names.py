@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from trainers.configuration.others import trl_names
+from trainers.configuration.others import ms_swift_only, trl_names
 
 KNOWN_TUNERS = "lora, adalora, boft, fourierft, ia3, bone, vera"
 QUANTIZED = ("quant_method", "quant_bits", "hqq_axis", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant")
@@ -85,6 +85,7 @@ ANY = trl_names.ANY
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **trl_names.NEUTRAL,
+    **ms_swift_only.NEUTRAL,
     # engines and backends
     "use_vllm": (False,),
     "vllm_mode": ("colocate", None),
@@ -188,6 +189,7 @@ _GATHERED = "sharded weights are gathered where an engine needs them"
 
 HINTS = {
     **trl_names.HINTS,
+    **ms_swift_only.HINTS,
     "dataset_num_proc": _TOKENIZED,
     "packing_num_proc": _TOKENIZED,
     "lazy_tokenize": _TOKENIZED,
@@ -254,6 +256,7 @@ _WATCHED = "trackers read their own variables, such as SWANLAB_PROJECT: write re
 
 REFUSED = {
     **trl_names.REFUSED,
+    **ms_swift_only.REFUSED,
     # habits of transformers' Trainer
     "create_checkpoint_symlink": "checkpoint-N folders are found by resume_from_checkpoint: auto. Remove it",
     "ddp_backend": "NCCL on GPUs, gloo on CPUs. Remove it",
@@ -358,8 +361,6 @@ REFUSED = {
     "completion_length_limit_scope": "only GRPO and GKD have completions of several turns. Remove it",
     **dict.fromkeys(("stop_words", "stop_strings", "stop"), _STOPS),
     "teacher_tag_key": "there is one teacher. Write teacher_model",
-    **dict.fromkeys(("cpo_alpha", "simpo_gamma"), "it is of CPO. Write rlhf_type: cpo or simpo, or remove it"),
-    **dict.fromkeys(("desirable_weight", "undesirable_weight"), "it is of KTO. Write rlhf_type: kto, or remove it"),
     "calculate_KL": "loss_type decides whether KTO estimates a KL: kto does, apo_zero_unpaired does not. Remove it",
     # checkpoints
     "add_version": "output_dir is used as it is written. Write add_version: false",

@@ -296,10 +296,18 @@ def _megatron(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     if fuses is True and (given.get("tuner_type") == "lora" or not is_installed("transformer_engine")):
         given.take("moe_permute_fusion")
         given.notes["moe_permute_fusion"] = "tokens are permuted by torch, without TransformerEngine"
+    further = given.get("megatron_extra_kwargs")
+    if given.foreign("megatron_extra_kwargs") and isinstance(further, Mapping):
+        given.take("megatron_extra_kwargs")
+        for name, value in further.items():
+            given.put_inner("megatron", str(name), plain(value), "megatron_extra_kwargs")
     for name in [name for name in given.values if given.foreign(name)]:
         if is_neutral(name, given.get(name)):
             continue
-        if name.startswith("moe_") or name == "attention_softmax_in_fp32":  # as a field, known or not
+        if name.startswith("moe_") or name in (
+            "attention_softmax_in_fp32",
+            "apply_wd_to_qk_layernorm",
+        ):  # as a field, known or not
             given.put_inner("megatron", name, given.take(name), name)
 
 

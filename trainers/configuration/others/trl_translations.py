@@ -67,8 +67,8 @@ def translate_trl(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     trl = is_trl(given)
     for name in [name for name in NULL_BY_DEFAULT if name in given.values and given.get(name) is None]:
         del given.values[name]
-    _engine_defaults(given)
-    _peft(given)
+    _engine_defaults(given, defaults)
+    _peft(given, defaults)
     _rows(given)
     _evaluation(given, trl, defaults)
     _order(given, trl)
@@ -79,9 +79,9 @@ def translate_trl(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     _columns(given)
 
 
-def _engine_defaults(given: GivenKeys) -> None:
+def _engine_defaults(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     """Without ``use_vllm``, what stands at its default is not read by TRL, and would be refused here."""
-    if given.get("use_vllm") is True or given.get("rollout_engine", "hf") == "vllm":
+    if given.get("use_vllm") is True or given.get("rollout_engine", defaults.get("rollout_engine")) == "vllm":
         return
     for name, default in VLLM_DEFAULTS.items():
         written = given.written.get(name, name)
@@ -91,7 +91,7 @@ def _engine_defaults(given: GivenKeys) -> None:
             del given.values[name]
 
 
-def _peft(given: GivenKeys) -> None:
+def _peft(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     uses = given.take("use_peft") if given.foreign("use_peft") else None
     if uses not in (True, False, None):
         given.refuse("use_peft", f"use_peft must be true or false, got {uses!r}")
@@ -100,7 +100,7 @@ def _peft(given: GivenKeys) -> None:
         return
     if uses is not None:
         given.put("tuner_type", "lora" if uses else "full", "use_peft")
-    if given.get("tuner_type", "full") == "full":
+    if given.get("tuner_type", defaults["tuner_type"]) == "full":
         for name, default in PEFT_DEFAULTS.items():
             if name in given.values and given.get(name) == default and type(given.get(name)) is type(default):
                 del given.values[name]

@@ -37,13 +37,13 @@ from trainers.configuration.others.other_names import (
     REFUSED,
     TRANSLATED,
     is_neutral,
-    why_refused,
 )
 from trainers.configuration.others.strategies import open_strategies
 from trainers.configuration.others.translations import translate
 from trainers.configuration.reading.folders import rlhf_types
 from trainers.configuration.reading.given_keys import COMMAND_LINE, GivenKeys, plain
 from trainers.configuration.reading.help import print_help
+from trainers.configuration.reading.remedies import why_not_here
 from trainers.configuration.reading.role_sections import lift_sections, our_name
 from trainers.configuration.reading.secrets import masked, unmasked
 from trainers.configuration.reading.text import as_yaml, default_of
@@ -310,7 +310,7 @@ def _told(foreign: Iterable[tuple[str, str, Any]], given: GivenKeys) -> list[str
             mistakes.append(f"{where}: {name} holds for all roles; move it to the top level")
         elif name in HINTS:
             given.notes[name] = HINTS[name]
-        elif reason := why_refused(name):
+        elif reason := why_not_here(name, given.known):
             reasons.setdefault((where, reason), []).append(name)
         else:
             mistakes.append(f"{where}: {_unknown(name, value, given, is_in_section)}")
@@ -340,7 +340,8 @@ def _unknown(name: str, value: Any, given: GivenKeys, is_in_section: bool) -> st
         size = next((hint for key in value if (hint := nearest(str(key), SIZE_KEYS))), "")
         return f"unknown key {name}{near}; the section of a role needs {', '.join(SIZE_KEYS)}{size}"
     is_megatron = "megatron" in given.known and given.get("backend") == "megatron"
-    return f"unknown key {name}{near}{_field(name) if is_megatron else ''}; --help all lists all keys"
+    field = _field(name) if is_megatron else ""
+    return f"unknown key {name}{field or near}; --help all lists all keys"
 
 
 def _field(name: str) -> str:

@@ -29,13 +29,19 @@ from trainers.manifest import MANIFEST_FILE, damage, has_manifest, write_manifes
 STATE_FILE = "trainer_state.json"
 GROWN = "model_with_new_tokens"  # folder in output_dir: the model with rows for new_special_tokens
 WRITING, FAILED = ".writing", ".failed"
+STATE_TYPES: Mapping[tuple[str, ...], Any] = {  # of the entries that are there, beside step
+    ("order", "settings", "trainer", "first_evaluation", "last_evaluation"): Mapping,
+    ("num_tokens", "saved_at"): (int, float),
+    ("save_count", "bad_steps"): int,
+    ("num_epochs",): (int, type(None)),
+}
 _NAME = re.compile(r"checkpoint-\d+")
 
 
 def begin(folder: Path) -> Path:
     """An empty folder to write into, which ``complete`` gives its name."""
     unfinished = unfinished_folder(folder)
-    shutil.rmtree(unfinished, ignore_errors=True)
+    _remove(unfinished)
     unfinished.mkdir(parents=True)
     return unfinished
 
@@ -58,8 +64,14 @@ def complete(folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def discard(folder: Path) -> None:
-    """Removes what was written since ``begin``."""
+def discard(folder: Path, error: BaseException | None = None) -> None:
+    """Removes what was written since ``begin``. ``error``: why; it gets a note of the room that was left."""
+    if isinstance(error, Exception):
+        with contextlib.suppress(OSError):
+            room = shutil.disk_usage(folder.parent).free / 2**20
+            whole = checkpoints(folder.parent)
+            kept = f"{whole[-1].name} is whole" if whole else "no checkpoint is there"
+            error.add_note(f"while writing {folder}: its disk had {room:,.0f} MiB left; {kept}")
     shutil.rmtree(unfinished_folder(folder), ignore_errors=True)
 
 
@@ -179,7 +191,7 @@ def rotate(output_dir: Path, save_total_limit: int | None, best: str | None = No
     """
     _put_right(output_dir)
     for unfinished in (*_left_over(output_dir, ".tmp"), *_left_over(output_dir, ".gone")):
-        shutil.rmtree(unfinished, ignore_errors=True)
+        _remove(unfinished)
     if save_total_limit is not None:
         found = checkpoints(output_dir)
         others = [path for path in found[:-1] if path.name != best]
@@ -206,8 +218,8 @@ def chosen(value: str | bool | None, output_dir: Path, *, without_manifest: bool
     folder = Path(value)
     if not _is_whole(folder):
         known = ", ".join(str(path) for path in checkpoints(folder)) or "none there"
-        is_partial = (folder / STATE_FILE).is_file()
-        lacks = "a worker had not written all of its files" if is_partial else f"it has no {STATE_FILE}"
+        is_partial = bool(_saved(folder))
+        lacks = "a worker had not written all of its files" if is_partial else _why_unread(folder)
         raise ConfigError(f"resume_from_checkpoint: {value!r} is not a checkpoint ({lacks}); checkpoints: {known}")
     if not has_manifest(folder) and not without_manifest:
         raise ConfigError(
@@ -237,27 +249,44 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What ``write_state`` wrote."""
-    state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-    return state
+    """What ``write_state`` wrote. Raises ValueError for anything else, and OSError."""
+    try:
+        state: Any = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if mistake := _state_mistake(state):
+        raise ValueError(mistake)
+    return dict(state)
+
+
+def _state_mistake(state: Any) -> str | None:
+    """What in a state has another type than ``write_state`` and ``Run`` write; None: nothing."""
+    if not isinstance(state, Mapping):
+        return "it is not a mapping"
+    if type(state.get("step")) is not int or state["step"] < 0:
+        return f"step is {state.get('step')!r}"
+    for names, kinds in STATE_TYPES.items():
+        for name in names:
+            if name in state and not (isinstance(state[name], kinds) and not isinstance(state[name], bool)):
+                return f"{name} is {state[name]!r}"
+    return None
 
 
 def _saved(folder: Path) -> dict[str, Any]:
     """The state in a folder; nothing if there is none, or a torn copy of one."""
     try:
-        state = read_state(folder)
+        return read_state(folder)
     except (OSError, ValueError):
         return {}
-    return state if isinstance(state, dict) else {}
 
 
 def _age(folder: Path) -> tuple[int, float, int] | None:
     """Which checkpoints are older than this one, as a number to compare; None if it is not whole."""
     state = _saved(folder)
-    count, saved_at, step = state.get("save_count", 0), state.get("saved_at", 0.0), state.get("step")
-    if not isinstance(step, int) or not isinstance(count, int) or not isinstance(saved_at, (int, float)):
+    if not state:
         return None
-    return count, 0.0 if count else saved_at, step
+    count = state.get("save_count", 0)
+    return count, 0.0 if count else state.get("saved_at", 0.0), state["step"]
 
 
 def _why_unread(folder: Path) -> str:
@@ -280,6 +309,8 @@ def _put_right(output_dir: Path) -> None:
     for old in _left_over(output_dir, ".old"):
         _restore(old)
     for unfinished in _left_over(output_dir, ".tmp"):
+        if unfinished.is_symlink():  # nobody here made it, and nothing is written where it leads
+            continue
         folder = unfinished.with_suffix("")
         if _is_whole(unfinished) and not folder.exists():
             with contextlib.suppress(FileNotFoundError):  # another process of the run did it at the same time
@@ -303,6 +334,13 @@ def _restore(old: Path) -> None:
         with contextlib.suppress(FileNotFoundError):  # another process of the run did it at the same time
             old.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder as far as it can be; of a link the link, and not where it leads."""
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _flush(folder: Path) -> None:

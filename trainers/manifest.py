@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rayhelper.authenticated.own_files import is_alive
@@ -69,12 +69,16 @@ def _damage(folder: Path, stamps: tuple[Any, ...]) -> str | None:
         found = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
         algorithm = found["algorithm"]
         listed = {str(name): (int(size), str(digest)) for name, (size, digest) in found["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{MANIFEST_FILE} cannot be read"
     if algorithm != ALGORITHM:
         return f"{MANIFEST_FILE} has checksums of {algorithm!r}, and only {ALGORITHM} is known"
+    if not listed:
+        return f"{MANIFEST_FILE} lists no file"
     for name, (size, _) in listed.items():
         path = folder / name
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            return f"{MANIFEST_FILE} lists {name}, which is outside of the folder"
         if not path.is_file():
             return f"{name} is not there"
         if path.stat().st_size != size:

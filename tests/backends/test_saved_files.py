@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import BytesStorageMetadata, Metadata
 
 from rayhelper import ConfigError
@@ -19,8 +20,9 @@ from tests.backends.test_megatron import TRAINING, save
 from tests.backends.test_megatron_checkpoint import backend_of, steps
 from tests.rayhelper.strangers import Payload
 from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.backends.fsdp.hf_model import read_weights
 from trainers.backends.random_state import random_state, read_random_state, set_random_state
-from trainers.backends.saved_files import FORMAT, check_distributed
+from trainers.backends.saved_files import FORMAT, check_distributed, read_saved
 
 CPU = torch.device("cpu")
 
@@ -112,3 +114,26 @@ def test_metadata_holds_the_classes_of_tensors_alone(metadata: bytes, words: str
     (tmp_path / "metadata.json").write_text(json.dumps(FORMAT | {"sharded_backend": "zarr"}))
     with pytest.raises(ConfigError, match="has another format"):
         check_distributed(tmp_path)
+
+
+def test_files_of_tensors_that_are_cut_off_or_gone_are_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "optimizer.pt"
+    with pytest.raises(ConfigError, match=r"^[^\n]*optimizer.pt is not there, so the checkpoint is not whole"):
+        read_saved(file)
+    torch.save({"a": torch.ones(100)}, file)
+    whole = file.read_bytes()
+    for size in (0, 10, len(whole) // 2, len(whole) - 20):
+        file.write_bytes(whole[:size])
+        with pytest.raises(ConfigError, match=r"^[^\n]*optimizer.pt is not read: torch.save did not write it"):
+            read_saved(file)
+
+
+def test_weights_whose_header_does_not_fit_their_file_are_one_line(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(100)}, tmp_path / "model.safetensors")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for content in (whole[:-20], b"", (2**40).to_bytes(8, "little") + whole[8:]):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(
+            ConfigError, match=r"cannot be read: model.safetensors is damaged \([^\n]*another checkpoint"
+        ):
+            dict(read_weights(tmp_path))

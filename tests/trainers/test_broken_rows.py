@@ -223,3 +223,25 @@ def test_a_row_that_the_chat_template_cannot_write_is_named(model: str, tmp_path
 def test_a_folder_that_holds_no_rows_is_one_line(model: str) -> None:
     with pytest.raises(ValueError, match=r"^folder '[^\n]*' cannot be read as a dataset: [^\n]*$"):
         load_rows(model)
+
+
+@pytest.mark.parametrize(
+    ("good", "column", "broken"),
+    [
+        ({"query": "a", "response": "b", "history": "[]"}, "history", ["x(", "[" * 3000, "3", "[['a']]"]),
+        ({"instruction": "a", "input": "c", "output": "b"}, "instruction", [3, ["a"]]),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "conversations",
+         [[{"value": "a"}], [{"from": "human"}]]),
+    ],
+)  # fmt: skip
+def test_rows_of_other_formats_that_cannot_be_read_are_found_as_broken(
+    good: dict[str, Any], column: str, broken: list[Any]
+) -> None:
+    rows = load_rows([good, *(good | {column: value} for value in broken), good])
+    assert [supervised_mistake(row) is None for row in rows] == [True, *(False for _ in broken), True]
+
+
+def test_a_pair_of_ms_swift_with_odd_messages_is_found_as_broken() -> None:
+    good = {"messages": [USER, ANSWER], "rejected_response": "c"}
+    rows = load_rows([good, good | {"messages": [3]}, good | {"messages": [["a"]]}, good])
+    assert [pair_mistake(row) is None for row in rows] == [True, False, False, True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from trainers.checkpoint import (
     rotate,
     write_state,
 )
-from trainers.manifest import damage
+from trainers.manifest import damage, write_manifest
 
 
 @contextmanager
@@ -424,3 +425,64 @@ def test_resuming_from_the_output_folder_names_the_checkpoints_in_it(tmp_path: P
     save(tmp_path, 10)
     with pytest.raises(ConfigError, match=r"not a checkpoint.*checkpoint-10"):
         resolve_resume(str(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"step": -1}, {"step": True}, {"step": 2.5}, {"order": []}, {"settings": 3}, {"trainer": []},
+        {"num_tokens": "x"}, {"num_epochs": "x"}, {"bad_steps": "x"}, {"save_count": None}, {"first_evaluation": 3},
+    ],
+)  # fmt: skip
+def test_a_state_with_values_of_other_types_is_that_of_no_checkpoint(changed: dict[str, Any], tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    file = save(tmp_path, 20) / "trainer_state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    write_manifest(file.parent)
+    choice = newest(tmp_path)
+    assert choice.folder == tmp_path / "checkpoint-10"
+    assert "skipped checkpoint-20 (trainer_state.json cannot be read)" in choice.notes[0]
+    with pytest.raises(ConfigError, match=r"is not a checkpoint \(trainer_state.json cannot be read\)"):
+        resolve_resume(str(file.parent), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "manifest.json"])
+def test_files_nested_without_end_are_damaged_ones(name: str, tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    (save(tmp_path, 20) / name).write_text("[" * 100_000)
+    assert newest(tmp_path).folder == tmp_path / "checkpoint-10"
+
+
+@pytest.mark.parametrize("listed", [{}, {"../model.bin": [7, "x"]}, {"/etc/passwd": [7, "x"]}])
+def test_a_manifest_of_nothing_or_of_files_outside_is_a_damaged_one(listed: dict[str, Any], tmp_path: Path) -> None:
+    (save(tmp_path, 10) / "manifest.json").write_text(json.dumps({"algorithm": "blake2b", "files": listed}))
+    told = damage(tmp_path / "checkpoint-10")
+    assert told is not None
+    assert "lists no file" in told or "outside of the folder" in told
+
+
+def test_nothing_is_written_or_removed_where_a_link_leads(tmp_path: Path) -> None:
+    outside, run = tmp_path / "outside", tmp_path / "run"
+    save(outside, 20)
+    (outside / "checkpoint-20" / "manifest.json").unlink()
+    run.mkdir()
+    for name in ("checkpoint-20.tmp", "checkpoint-30.gone", "checkpoint-40.old", "final.tmp"):
+        (run / name).symlink_to(outside / "checkpoint-20")
+    newest(run)
+    rotate(run, 1)
+    save(run, 20)
+    with writing(run / "final") as folder:
+        (folder / "model.bin").write_text("weights")
+    assert names(outside / "checkpoint-20") == ["model.bin", "trainer_state.json"]
+    assert (run / "final" / "model.bin").is_file()
+    assert not any(path.name.endswith((".tmp", ".gone")) for path in run.iterdir())
+
+
+def test_an_error_while_writing_says_how_much_room_there_was_and_what_is_left(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    begin(tmp_path / "checkpoint-20")
+    error = OSError("no space left")
+    checkpoint.discard(tmp_path / "checkpoint-20", error)
+    (note,) = error.__notes__
+    assert re.fullmatch(r"while writing .*checkpoint-20: its disk had [\d,]+ MiB left; checkpoint-10 is whole", note)
+    assert names(tmp_path) == ["checkpoint-10"]

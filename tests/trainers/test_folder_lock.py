@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -162,3 +163,14 @@ with held(Path({str(run)!r})):
     first.communicate()
     with held(run):
         pass
+
+
+def test_a_full_disk_leaves_no_half_lock(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(ConfigError, match="nothing can be written into"), held(tmp_path):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []

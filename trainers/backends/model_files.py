@@ -45,7 +45,7 @@ def weights_mistake(folder: Path) -> str | None:
     """What is wrong with the files of a model's weights, in words; None: nothing, as far as their headers tell."""
     for single in SINGLE:
         if (folder / single).is_file():
-            return _file_mistake(folder / single)
+            return file_mistake(folder / single)
         index = folder / f"{single}.index.json"
         if index.is_file():
             return _index_mistake(index)
@@ -77,12 +77,12 @@ def _index_mistake(index: Path) -> str | None:
     for file in files:
         if not file.is_file():
             return f"{index.name} names {file.name}, which is not there"
-        if mistake := _file_mistake(file):
+        if mistake := file_mistake(file):
             return mistake
     return None
 
 
-def _file_mistake(file: Path) -> str | None:
+def file_mistake(file: Path) -> str | None:
     """What is wrong with a file of weights. Of safetensors the header is read, of other files nothing."""
     if file.suffix != ".safetensors":
         return None

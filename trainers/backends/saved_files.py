@@ -49,7 +49,9 @@ def read_saved(path: Path) -> Any:
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is not there, so the checkpoint is not whole. Use another checkpoint.") from None
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:  # the last four: cut files
         raise _refused(path, str(error)) from None
 
 

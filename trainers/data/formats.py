@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ QUERIES = ("query", "question", "problem")  # the first that a row has
 ANSWERS = ("response", "answer", "output", "solution")
 USERS, ASSISTANTS = ("user", "human"), ("assistant", "gpt", "bot")
 CONSUMED = ("query", "response", "history", "instruction", "input", "output", "conversation", "rejected_response")
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, RecursionError, MemoryError)
 SELF_COGNITION = {"model_name": "{{NAME}}", "model_author": "{{AUTHOR}}"}
 
 
@@ -49,8 +50,16 @@ def in_our_columns(rows: Dataset) -> Dataset:
         gone = [name for name in (*CONSUMED, "rejected_messages") if name in names]
         gone += ["system"] if "system" in names else []
         gone += ["messages"] if convert is _pair and "messages" in names else []
-        rows = rows.map(convert, remove_columns=gone, desc="Reading ms-swift's columns")
+        rows = rows.map(_read, fn_kwargs={"convert": convert}, remove_columns=gone, desc="Reading ms-swift's columns")
     return _with_tool_roles(rows)
+
+
+def _read(row: Mapping[str, Any], convert: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """What ``convert`` makes of a row; nulls for a broken one, which ``broken_rows.py`` finds."""
+    try:
+        return convert(row)
+    except UNREADABLE:
+        return dict.fromkeys(("prompt", "chosen", "rejected") if convert is _pair else ("messages",))
 
 
 def row_of_messages(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -152,7 +152,8 @@ def _from_sharegpt(row: dict[str, Any], keys: list[str]) -> dict[str, Any]:
     converted = maybe_convert_to_chatml({key: [dict(message) for message in row[key] or []] for key in keys})
     for messages in converted.values():
         for message in messages:
-            message["role"] = SHAREGPT_ROLES.get(message["role"], message["role"])
+            if "role" in message:  # ``broken_rows.py`` finds messages without one
+                message["role"] = SHAREGPT_ROLES.get(message["role"], message["role"])
     return dict(converted)
 
 

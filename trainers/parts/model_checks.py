@@ -13,12 +13,14 @@ from trainers.backends.megatron.architectures import SEEING, SPEAKING
 from trainers.backends.model_files import generation_mistake, weights_mistake
 from trainers.backends.own_code import own_code_mistake
 from trainers.configuration.megatron_checks import config_file, learns, models_of
+from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import TrainConfig, changed
 from trainers.configuration.values import is_there
 from trainers.configuration.vision import vision_mistake, vision_settings
 from trainers.data.images.processor import is_one_piece, is_vision
 from trainers.parts.models import check_same_tokens, lora_settings
 from trainers.parts.tokenizer import load_tokenizer, new_tokens, tokenizer_there
+from trainers.rewards.models import check_reward_model
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +90,9 @@ def _check_matrices(config: TrainConfig) -> None:
 def check_files(config: TrainConfig, groups: DeviceGroups | None) -> None:
     """Raises ConfigError for the folder of any role's model in which another file than the weights cannot be read."""
     for key, folder in _folders(config, groups):
+        if key == "reward_model":  # of PPO's critic; what is no reward model at all is told as such
+            with mistakes_of(key):
+                check_reward_model(folder, config.trust_remote_code)
         configuration_of(str(folder), config.trust_remote_code, key)
         if (folder / ADAPTER).is_file():
             raise ConfigError(

@@ -161,8 +161,12 @@ def _written(file: Path) -> Owner:
     """This process, as the new owner of a folder."""
     owner = Owner.here()
     unfinished = file.with_name(f"{LOCK_FILE}.{owner.token}")
-    unfinished.write_text(json.dumps(asdict(owner)), encoding="utf-8")
-    unfinished.replace(file)
+    try:
+        unfinished.write_text(json.dumps(asdict(owner)), encoding="utf-8")
+        unfinished.replace(file)
+    except OSError:  # of a full disk too
+        unfinished.unlink(missing_ok=True)
+        raise
     return owner
 
 

@@ -474,9 +474,9 @@ class Run:
             try:
                 save(unfinished)
                 self.complete(folder, unfinished, tokenizer, state)
-            except BaseException:
+            except BaseException as error:
                 if self.trackers is not None:
-                    discard(folder)
+                    discard(folder, error)
                 raise
 
     @RayHelper.function(group="driver", execute="first")

@@ -112,6 +112,10 @@ def _set_reduced(matmul: Any, fp16: Any, bf16: Any) -> None:
     matmul.allow_bf16_reduced_precision_reduction = bf16
 
 
+def _set_enabled(backend: Any, is_on: bool) -> None:
+    backend.enabled = is_on
+
+
 def _set_filling(deterministic: Any, fills: bool) -> None:
     deterministic.fill_uninitialized_memory = fills
 
@@ -156,7 +160,7 @@ _TORCH: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
     ),
     "mkldnn": (
         lambda torch: torch.backends.mkldnn.enabled,
-        lambda torch, value: setattr(torch.backends.mkldnn, "enabled", value),
+        lambda torch, value: _set_enabled(torch.backends.mkldnn, value),
     ),
     "number of threads": (_num_threads, _set_num_threads),
     "denormal numbers": (_flushes_denormal, lambda torch, value: torch.set_flush_denormal(value)),

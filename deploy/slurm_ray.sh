@@ -12,7 +12,7 @@ set -euo pipefail
 
 head=${RAY_HEAD:-$(hostname --ip-address | cut -d' ' -f1)} # this script runs on the first node
 port=${RAY_PORT:-6379}
-export head port RAY_ADDRESS="$head:$port"
+export head port
 
 # Returns when the first node answers, or fails after two minutes.
 wait_for_head() {
@@ -24,7 +24,8 @@ srun --cpu-bind=none bash -c '
 if [ "$SLURM_NODEID" = 0 ]; then
     exec ray start --head --node-ip-address="$head" --port="$port" --block
 fi
-wait_for_head && exec ray start --address="$RAY_ADDRESS" --block' &
+wait_for_head && exec ray start --address="$head:$port" --block' &
 
 wait_for_head
+export RAY_ADDRESS="$head:$port" # only for the run: `ray start` gets its addresses as options
 exec rayhelper "$@" # exec: the signal before the end of the job reaches Python, which saves a checkpoint

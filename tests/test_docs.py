@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import os
 import re
@@ -176,6 +177,12 @@ def test_the_first_class_of_the_index_gives_what_it_says() -> None:
     assert str(names["BestOf"](bonus=1).run([3, 1, 2])) in first
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "zh" / "README.md"], ids=["en", "zh"])
+def test_the_first_class_is_the_same_on_every_first_page(page: Path) -> None:
+    first, shown = (ast.dump(ast.parse(blocks(path, "python")[0])) for path in (DOCS / "index.md", page))
+    assert shown == first  # only comments differ
+
+
 def commands_of(page: Path) -> list[str]:
     """The commands of a page that need no GPU and no network, each on one line; what follows ``#`` is no part of it."""
     marked = re.compile(r"# needs (GPUs|a network)\b")
@@ -238,7 +245,8 @@ def test_a_slurm_job_starts_a_cluster_of_its_nodes_and_then_the_run(tmp_path: Pa
     listens = "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); s.accept(); s.accept()"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    ray = f'echo "ray $*"; [ "$2" != --head ] || exec {sys.executable} -c "{listens}" {port}'
+    ray = 'echo "ray $*${RAY_ADDRESS+ at $RAY_ADDRESS}"; '
+    ray += f'[ "$2" != --head ] || exec {sys.executable} -c "{listens}" {port}'
     path = fakes(
         tmp_path,
         {

@@ -74,7 +74,7 @@ class Offer:
         keys[COPIES] = keys.pop("data_parallel_size", keys.get(COPIES, 1))
         sizes = [plain(keys.get(name, 1)) for name in (SIZE, COPIES)]
         if not isinstance(keys.get(MODEL), str):
-            raise ConfigError("swift rollout: --model must be given: the model that the run trains.")
+            raise ConfigError("swift rollout: --model must be given. Name the model that the run trains.")
         for name, size in zip((SIZE, COPIES), sizes, strict=True):
             if type(size) is not int or size < 1:
                 raise ConfigError(f"swift rollout: {name} must be a whole number above 0, got {size!r}.")

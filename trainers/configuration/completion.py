@@ -68,7 +68,7 @@ class CompletionConfig(TrainConfig):
     vllm_enforce_eager: bool = False
     """Run without CUDA graphs. The engine starts faster and generates more slowly."""
     vllm_enable_prefix_caching: bool = True
-    """Compute a beginning that several prompts share only once, such as the prompt of a group."""
+    """If several prompts begin with the same tokens, compute these tokens once. A group shares its whole prompt."""
     vllm_enable_lora: bool = False
     """With tuner_type: lora, keep the adapter separate. The engine has the model as it is on disk, and gets only the
     adapter. false: the engine gets the changed weights, with the adapter merged into them."""

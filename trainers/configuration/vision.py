@@ -35,9 +35,9 @@ class VisionConfig:
     freeze_llm: bool = False
     """The language model is not trained, and gets no adapter."""
     vit_lr: float | None = None
-    """Learning rate of the vision tower, where it is not frozen. null: ``learning_rate``."""
+    """Learning rate of the vision tower, if it is not frozen. null: ``learning_rate``."""
     aligner_lr: float | None = None
-    """Learning rate of the aligner, where it is not frozen. null: ``learning_rate``."""
+    """Learning rate of the aligner, if it is not frozen. null: ``learning_rate``."""
 
 
 def vision_settings(config: Any, *, trains: bool = True) -> dict[str, Any]:

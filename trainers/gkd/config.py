@@ -193,7 +193,9 @@ def _check_unused(config: GKDConfig) -> None:
     if config.seq_kd and config.lmbda == 1:
         raise ConfigError("seq_kd is set, but lmbda=1 uses the student's completions on every step. Lower lmbda.")
     if config.seq_kd and config.teacher_model is None:
-        raise ConfigError("seq_kd lets the teacher complete prompts; set teacher_model")
+        raise ConfigError(
+            "seq_kd needs a teacher that completes prompts, but teacher_model is null: set teacher_model."
+        )
     if config.sft_alpha and not config.uses_responses:
         raise ConfigError(
             f"sft_alpha={config.sft_alpha} weighs the cross-entropy on the dataset's responses, and no step learns "

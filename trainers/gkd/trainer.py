@@ -17,8 +17,8 @@ whole vocabulary, a chunk of tokens at a time. On-policy distillation, arXiv 230
 ``losses/distillation.py``. The loss is the mean over the response tokens of the optimizer step, over all workers.
 
 Names, defaults and metrics are TRL's (GKDTrainer, DistillationTrainer). Departures from its GKDTrainer: ``temperature``
-divides the logits in the loss too, as in its DistillationTrainer; and one draw decides for a whole optimizer step, the
-same on all workers, whose completions are learned from.
+divides the logits in the loss too, as in its DistillationTrainer. One random number per optimizer step chooses the
+source of the completions, for all workers.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def environment_of(config: GRPOConfig, tokenizer: Any = None) -> Callable[[], En
             return partial(ToolEnvironment, tools, parse)
     if config.reward_processes and is_scheduler(config.environment):
         raise ConfigError(
-            "reward_processes is not supported with a scheduler of ms-swift, whose rollout_infos reach the functions "
+            "reward_processes is not supported with a scheduler of ms-swift. Reward functions get its rollout_infos "
             "only on the driver. Write reward_processes: 0."
         )
     with mistakes_of("environment"):

@@ -503,7 +503,7 @@ class ScheduledEpisode:
         if any(mask[num_sampled:]):
             raise ValueError(
                 f"{self.name}.step gave response_token_ids that the engine did not sample, from place {num_sampled} "
-                "on, and they would be learned. Give a response_loss_mask with 0 on them."
+                "on. The policy would learn them. Give a response_loss_mask with 0 for these tokens."
             )
         logps = result.get("rollout_logprobs")
         if logps and list(logps) != turn.logps[: len(logps)]:

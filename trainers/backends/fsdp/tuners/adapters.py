@@ -579,7 +579,7 @@ def load_adapter(adapted: Any, folder: Path, ranks: Ranks | None = None) -> None
     }
     if own.keys() != given.keys():
         odd = sorted(own.keys() ^ given.keys())[:3]
-        raise ValueError(f"the adapter in {folder} has other weights than this model, among them {odd}")
+        raise ValueError(f"the adapter in {folder} does not fit this model. Only one of the two has the weights {odd}")
     with torch.no_grad():
         for name, weight in own.items():
             weight.copy_(as_placed(given[name], weight).to(weight))

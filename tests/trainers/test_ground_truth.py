@@ -25,6 +25,14 @@ def test_gsm8k_is_scored_as_verl_scores_it() -> None:
     assert scores(["so #### 1,072", "#### -72"], "1072") == [1, 0]
 
 
+def test_siirls_rule_of_gsm8k_takes_the_first_number() -> None:
+    """What siiRL's ``reward_score.gsm8k.compute_score`` gives for these, method strict."""
+    completions = ["#### 72", "#### 72 then #### 71", "#### 71 #### 72", "#### 72" + " " * 300]
+    assert scores(completions, "72", rules="siirl") == [1, 1, 0, 1]
+    with pytest.raises(ValueError, match="rules 'roll' are unknown"):
+        GroundTruth(rules="roll")
+
+
 def test_another_source_needs_verl_or_a_rule(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="data_source 'lighteval/MATH' are scored by a rule of verl"):
         scores(["x"], "x", "lighteval/MATH")

@@ -360,13 +360,57 @@ def test_a_command_behind_two_dashes(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_script_of_siirl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = translated(SIIRL, "run.sh", tmp_path, capsys)
     found = parse_text(out, "ours")
-    meant = {"backend": "megatron", "tensor_model_parallel_size": 2, "param_offload": True, "max_grad_norm": 0.5}
+    meant = {"backend": "megatron", "tensor_model_parallel_size": 2, "param_offload": True, "max_grad_norm": 1.0}
     meant |= {"pipeline_model_parallel_size": 2, "decoder_last_pipeline_num_layers": 11}
     meant |= {"model": "/home/someone/models/m", "generation_batch_size": 256, "shuffle_dataset": False}
     assert {key: found[key] for key in meant} == meant
     assert "policy_drift_coeff: it belongs to CPGD" in err
     assert "sequence_parallel: siirl does not read it" in err
+    assert "actor.grad_clip: the strategy megatron reads optim.clip_grad" in err
+    assert found["reward_funcs"][0]["rules"] == "siirl"  # whose rule of GSM8K takes the first number
     assert checked(out, tmp_path).gradient_checkpointing is True
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ("adv_estimator=\\$ALG", "adv_estimator=cpgd", "algorithm.adv_estimator: CPGD is not built"),
+        (
+            "algorithm.adv_estimator",
+            "algorithm.workflow_type=marft algorithm.adv_estimator",
+            "the workflow marft is not built",
+        ),
+        (
+            "algorithm.adv_estimator",
+            "algorithm.workflow_type=dapo algorithm.filter_groups.enable=True algorithm.adv_estimator",
+            "Translate the script with filter_groups.enable=False, and write dynamic_sample: true",
+        ),
+    ],
+)
+def test_what_siirl_has_alone_is_refused_by_name(
+    before: str, after: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert before in SIIRL
+    (tmp_path / "run.sh").write_text(SIIRL.replace(before, after))
+    assert main([str(tmp_path / "run.sh")]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_one_range_for_both_sides_is_read_only_where_they_are_null(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """verl's actor.yaml has 0.2 for either side, and its losses prefer them."""
+    text = SCRIPT.replace("actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.actor.clip_ratio=0.1")
+    assert text != SCRIPT
+    out, err = translated(text, "run.sh", tmp_path, capsys)
+    found = parse_text(out, "ours")
+    assert (found["epsilon"], found.get("epsilon_high", 0.2)) == (0.2, 0.2)
+    assert "actor.clip_ratio: it is read only where clip_ratio_low or clip_ratio_high is null" in err
+    both = "actor_rollout_ref.actor.clip_ratio_low=null actor_rollout_ref.actor.clip_ratio_high=null"
+    found = parse_text(
+        translated(text.replace("clip_ratio=0.1", f"clip_ratio=0.1 {both}"), "r.sh", tmp_path, capsys)[0], "ours"
+    )
+    assert (found["epsilon"], found.get("epsilon_high", 0.1)) == (0.1, 0.1)
 
 
 def test_a_pipeline_of_roll(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

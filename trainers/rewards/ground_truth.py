@@ -4,11 +4,12 @@
 
 The function is called for each completion as verl calls it. Without ``path`` verl's rule for the row's ``data_source``
 scores: that of openai/gsm8k is written here, other rules come from verl itself (``verl.utils.reward_score``), where it
-is installed.
+is installed. ``rules: siirl`` takes siiRL's rules instead, which differ.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +27,15 @@ class GroundTruth:
     """
 
     def __init__(
-        self, path: str | None = None, function: str = "compute_score", arguments: Mapping[str, Any] | None = None
+        self,
+        path: str | None = None,
+        function: str = "compute_score",
+        arguments: Mapping[str, Any] | None = None,
+        rules: str = "verl",
     ) -> None:
+        if rules not in GSM8K:
+            raise ValueError(f"rules {rules!r} are unknown (known: {', '.join(GSM8K)})")
+        self.rules = rules
         self.__name__ = function if path else "ground_truth"
         self.rule = _loaded(path, function) if path else None
         self.arguments = dict(arguments or {})
@@ -47,7 +55,7 @@ class GroundTruth:
         nothing = [None] * len(truths)
         return [
             _number(
-                (self.rule or rule_of(source))(
+                (self.rule or rule_of(source, self.rules))(
                     data_source=source,
                     solution_str=completion_text(completion),
                     ground_truth=truth,
@@ -61,19 +69,18 @@ class GroundTruth:
         ]
 
 
-def rule_of(data_source: Any) -> Callable[..., Any]:
-    """verl's rule for rows of a source. Raises ValueError where it is not here and verl is not installed."""
+def rule_of(data_source: Any, rules: str) -> Callable[..., Any]:
+    """The rule of verl or siirl for rows of a source. Raises ValueError where it is neither here nor installed."""
     if data_source == "openai/gsm8k":
-        return gsm8k_score
+        return GSM8K[rules]
     try:
-        from verl.utils.reward_score import default_compute_score
+        found: Callable[..., Any] = importlib.import_module(f"{rules}.utils.reward_score").default_compute_score
     except ImportError:
         raise ValueError(
-            f"rows of data_source {data_source!r} are scored by a rule of verl, which is not installed. Install it, or "
-            "write the file of a rule: reward_funcs: [{name: 'trainers.rewards.ground_truth:GroundTruth', path: "
+            f"rows of data_source {data_source!r} are scored by a rule of {rules}, which is not installed. Install it, "
+            "or write the file of a rule: reward_funcs: [{name: 'trainers.rewards.ground_truth:GroundTruth', path: "
             "rule.py, function: compute_score}]"
         ) from None
-    found: Callable[..., Any] = default_compute_score
     return found
 
 
@@ -84,6 +91,15 @@ def gsm8k_score(solution_str: str, ground_truth: Any, **_: Any) -> float:
     """
     found = re.findall(r"#### (-?[0-9.,]+)", solution_str[-300:])
     return float(bool(found) and found[-1].replace(",", "") == ground_truth)
+
+
+def first_gsm8k_score(solution_str: str, ground_truth: Any, **_: Any) -> float:
+    """The same for the first such number of the whole text (siiRL, ``reward_score/gsm8k.py``, method strict)."""
+    found = re.search(r"#### (-?[0-9.,]+)", solution_str)
+    return float(found is not None and found[1].replace(",", "") == ground_truth)
+
+
+GSM8K = {"verl": gsm8k_score, "siirl": first_gsm8k_score}
 
 
 def _number(score: Any) -> float:

@@ -1,6 +1,6 @@
 """siiRL's keys in ours: verl's, whose configuration it began from, but for those below.
 
-Read from siirl/params (model_args.py, data_args.py, training_args.py).
+Read from siirl/params (model_args.py, data_args.py, training_args.py), main_dag.py, and from what reads them.
 """
 
 from __future__ import annotations
@@ -8,22 +8,55 @@ from __future__ import annotations
 from trainers.translate.table import Ours, Theirs
 from trainers.translate.verl.names import ACTOR, MEGATRON, MODEL, ROLLOUT
 from trainers.translate.verl.names import DEFAULTS as DEFAULTS_OF_VERL
+from trainers.translate.verl.rewards import OVERLONG
 from trainers.translate.verl.translation import translate as translate_verl
 
 DEFAULTS = {
     **DEFAULTS_OF_VERL,
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1,
     f"{MODEL}.use_remove_padding": False,
     f"{MEGATRON}.param_offload": True,
+    f"{ROLLOUT}.name": "vllm",
     f"{ROLLOUT}.tensor_model_parallel_size": 1,
     f"{ROLLOUT}.enforce_eager": True,
     "trainer.project_name": "siirl_examples",
+    "trainer.default_local_dir": "checkpoints/siirl_examples/gsm8k",
 }
 OF_CPGD = ("algorithm.weight_factor_in_cpgd", f"{ACTOR}.policy_drift_coeff", "algorithm.adv_estimator_cpgd")
+UNREAD = ("data.gen_batch_size", "algorithm.algorithm_name", "algorithm.filter_groups.max_num_gen_batches")
 
 
 def translate(theirs: Theirs, ours: Ours) -> None:
     """Fills ``ours`` from the keys of siiRL."""
-    if theirs.values.get(f"{ACTOR}.use_cpgd_loss"):
+    if _another_workflow(theirs, ours):
+        theirs.taken |= theirs.values.keys()
+        return
+    ours.drop(theirs, UNREAD, "siirl does not read it")
+    _filter(theirs, ours)
+    if theirs.take("reward_model.reward_manager") == "dapo":
+        theirs.rename(OVERLONG)
+        longest = theirs.take("data.max_response_length")
+        theirs.put("reward_model.reward_kwargs.max_resp_len", longest, "data.max_response_length")
+    else:
+        ours.drop(theirs, OVERLONG, "only the reward manager dapo reads it")
+    ours.drop(theirs, ["data.auto_repeat"], "an epoch goes through the rows once")
+    profiler = [name for name in theirs.values if name.startswith("profiler.")]
+    ours.drop(theirs, profiler, "rayhelper timeline shows a run")
+    translate_verl(theirs, ours, style="linear", rules="siirl")
+
+
+def _another_workflow(theirs: Theirs, ours: Ours) -> bool:
+    """Refuses a workflow or a loss that RayHelper does not have. True: nothing else of the file matters."""
+    before = len(ours.mistakes)
+    workflow = theirs.take("algorithm.workflow_type", "default")
+    if workflow not in ("default", "dapo"):
+        ours.refuse("algorithm.workflow_type", f"the workflow {workflow} is not built (known: default, dapo)")
+    estimator, mode = theirs.take("algorithm.adv_estimator"), theirs.take(f"{ACTOR}.policy_loss.loss_mode")
+    if estimator == "cpgd":
+        ours.refuse("algorithm.adv_estimator", "CPGD is not built")
+    elif mode == "cpgd":
+        ours.refuse(f"{ACTOR}.policy_loss.loss_mode", "the loss of CPGD is not built")
+    elif theirs.take(f"{ACTOR}.use_cpgd_loss"):
         ours.refuse(f"{ACTOR}.use_cpgd_loss", "the loss of CPGD is not built")
     else:
         ours.drop(theirs, [*OF_CPGD, f"{ACTOR}.use_cpgd_loss"], "it belongs to CPGD, which this run does not use")
@@ -32,7 +65,19 @@ def translate(theirs: Theirs, ours: Ours) -> None:
             ours.refuse(name, "a pipeline of one's own is a trainer of one's own here: docs/own_trainer.md")
     ours.drop(theirs, ["dag.env_enable"], "an environment is the key environment")
     ours.drop(theirs, ["dag.enable_perf"], "metrics have the time of each phase, always")
-    ours.drop(theirs, ["data.auto_repeat"], "an epoch goes through the rows once")
-    profiler = [name for name in theirs.values if name.startswith("profiler.")]
-    ours.drop(theirs, profiler, "rayhelper timeline shows a run")
-    translate_verl(theirs, ours)
+    return len(ours.mistakes) > before
+
+
+def _filter(theirs: Theirs, ours: Ours) -> None:
+    """DAPO's choice of prompts, which only its workflow makes."""
+    names = ("algorithm.filter_groups.enable", "algorithm.filter_groups.metric")
+    enabled, metric = (theirs.take(name) for name in names)
+    if enabled and theirs.take("algorithm.workflow_type") == "dapo":
+        ours.refuse(
+            names[0],
+            f"siirl chooses prompts by {metric or 'acc'}, and keeps the rest for the next step. dynamic_sample chooses "
+            "by rewards, and draws what is missing. Translate the script with filter_groups.enable=False, and write "
+            "dynamic_sample: true",
+        )
+    else:
+        ours.drop(theirs, names, "no prompts are left out by their rewards")

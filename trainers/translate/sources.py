@@ -26,6 +26,9 @@ ENTRIES = {  # of a command: which word says whose it is
 NAMES = ("trainer.experiment_name", "trainer.project_name")  # free text, which decides no number
 FOLDERS = ("trainer.default_local_dir", "trainer.default_hdfs_dir")
 SECTIONS = {"actor_rollout_ref": "verl", "actor_train": "roll", "actor_infer": "roll"}
+OF_VERL = ("actor_rollout_ref", "data", "algorithm", "trainer")
+OF_ROLL = ("actor_train", "actor_infer", "sft_train", "student", "student_train", "pretrain", "rollout_batch_size")
+OWN = {"verl": OF_VERL, "siirl": OF_VERL, "roll": OF_ROLL}  # keys of which a configuration has one
 OF_SWIFT = ("rlhf_type", "tuner_type", "train_type", "val_dataset", "micro_batch_size", "split_dataset_ratio")
 OF_TRL = ("dataset_name", "datasets", "model_name_or_path", "dataset_train_split", "use_peft")
 
@@ -188,6 +191,8 @@ def _of_yaml(path: Path, text: str, system: str | None) -> Source:
         )
     if whose in ("trl", "ms-swift"):
         return Source(str(path), whose, file=path)
+    if not set(OWN[whose]) & found.keys():
+        raise ConfigError(f"{path} is no configuration of {whose}: it has none of {', '.join(OWN[whose])}")
     keys = _flattened(found)
     return Source(str(path), whose, keys={name: _filled(value, keys, name) for name, value in keys.items()})
 

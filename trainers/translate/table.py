@@ -70,9 +70,11 @@ class Ours:
     lines: list[Line] = field(default_factory=list)
     without: dict[str, str] = field(default_factory=dict)
     mistakes: list[str] = field(default_factory=list)
+    said: set[str] = field(default_factory=set)  # keys of theirs that a line came from
 
     def say(self, key: str, value: Any, theirs: Theirs, *names: str, note: str = "") -> None:
         """``key: value``, which came from the keys ``names``: as they were written, or by default."""
+        self.said |= set(names)
         written = [name for name in names if name in theirs]
         shown = [theirs.written.get(name, name) for name in names]
         told = f"from {' x '.join(shown)}" if written else f"{theirs.system}'s default of {' x '.join(names)}"
@@ -84,9 +86,9 @@ class Ours:
         self.lines.append(Line(key, value, comment))
 
     def drop(self, theirs: Theirs, names: Iterable[str], reason: str) -> None:
-        """Notes that keys, where they were written, have no equivalent."""
+        """Notes that keys, where they were written and no line came from them, have no equivalent."""
         for name in names:
-            if name in theirs:
+            if name in theirs and name not in self.said:
                 self.without[theirs.written.get(name, name)] = reason
             theirs.taken.add(name)
 

@@ -10,11 +10,17 @@ from trainers.translate.verl.images import sees, tower
 from trainers.translate.verl.names import ACTOR, MEGATRON, MODEL, REF, STAGES, TRANSFORMER, ULYSSES
 
 
+def on_megatron(theirs: Theirs) -> bool:
+    """Whether the policy trains with Megatron: its strategy, its configuration or its parallel sizes say so."""
+    named = str(theirs.take("--config-name", ""))
+    sizes = theirs.below(f"{MEGATRON}.tensor_model_parallel_size")
+    return theirs.take(f"{ACTOR}.strategy") == "megatron" or "megatron" in named or bool(sizes)
+
+
 def backend(theirs: Theirs, ours: Ours) -> None:
     """The backend, and how it divides and offloads models."""
     strategy = theirs.take(f"{ACTOR}.strategy")
-    named = theirs.take("--config-name", "")
-    if strategy == "megatron" or "megatron" in str(named) or theirs.below(f"{MEGATRON}.tensor_model_parallel_size"):
+    if on_megatron(theirs):
         if sees(theirs):
             ours.refuse("data.image_key", "the translation takes pictures only with the strategy fsdp. Write that")
         _megatron(theirs, ours)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainers.translate.table import Ours, Theirs
 from trainers.translate.verl.batches import generations, micro_batches, mini_batches, prompts_of_batches
-from trainers.translate.verl.clipping import clip_range
+from trainers.translate.verl.clipping import UNREAD_CLIP, clip_range, mean_of_tokens
 from trainers.translate.verl.names import ACTOR, AGGREGATIONS, AVERAGED_BY_SEQUENCE, ESTIMATORS, K3, MODES, ROLLOUT
 from trainers.translate.verl.rewards import fixed_kl
 
@@ -84,6 +84,7 @@ def loss(theirs: Theirs, ours: Ours) -> None:
             f"{theirs.system} does not divide it by the number of sequences" if how == "seq-mean-token-sum-norm" else ""
         )
         ours.say("loss_type", AGGREGATIONS[how], theirs, f"{ACTOR}.loss_agg_mode", note=note)
+        mean_of_tokens(theirs, ours)
     if mode == "gspo":
         ours.say("importance_sampling_level", "sequence_token", theirs, f"{ACTOR}.policy_loss.loss_mode")
     (low_value, low), (high_value, high) = clip_range(theirs)
@@ -100,8 +101,8 @@ def loss(theirs: Theirs, ours: Ours) -> None:
         if f"{ACTOR}.{name}" in theirs and mode == "sapo":
             ours.say(key, theirs.take(f"{ACTOR}.{name}"), theirs, f"{ACTOR}.{name}")
     ours.drop(theirs, [f"{ACTOR}.tau_pos", f"{ACTOR}.tau_neg", f"{ACTOR}.clip_ratio_c"], "this loss does not read it")
-    clipped = [f"{ACTOR}.clip_ratio{side}" for side in ("_low", "_high", "")]
-    ours.drop(theirs, clipped, "this loss does not clip, or low and high say it")
+    ours.drop(theirs, [f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"], "this loss does not clip, or says it")
+    ours.drop(theirs, [f"{ACTOR}.clip_ratio"], UNREAD_CLIP)
     ours.say("entropy_coef", theirs.take(f"{ACTOR}.entropy_coeff"), theirs, f"{ACTOR}.entropy_coeff")
     kind = theirs.take("algorithm.rollout_correction.rollout_is")
     limit = theirs.take("algorithm.rollout_correction.rollout_is_threshold", 2.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from trainers.translate.table import Ours, Theirs
 from trainers.translate.verl.batches import micro_batches, mini_batches, prompts_of_batches
-from trainers.translate.verl.clipping import clip_range
+from trainers.translate.verl.clipping import UNREAD_CLIP, clip_range, mean_of_tokens
 from trainers.translate.verl.names import ACTOR, MODEL, ROLLOUT
 from trainers.translate.verl.rewards import fixed_kl
 
@@ -67,13 +67,14 @@ def loss(theirs: Theirs, ours: Ours) -> None:
         ours.refuse(f"{ACTOR}.policy_loss.loss_mode", f"PPO has one loss, the clipped one, not {mode}. Write vanilla")
     if how != "token-mean":
         ours.refuse(f"{ACTOR}.loss_agg_mode", f"PPO averages over tokens, not as {how}. Write token-mean")
+    mean_of_tokens(theirs, ours)
     if theirs.take(f"{ACTOR}.entropy_coeff"):
         ours.refuse(f"{ACTOR}.entropy_coeff", "the loss of PPO has no entropy term. Write 0")
     (low_value, low), (high_value, high) = clip_range(theirs)
     ours.say("cliprange", low_value, theirs, low)
     if high_value != low_value:
         ours.say("cliprange_high", high_value, theirs, high)
-    ours.drop(theirs, [f"{ACTOR}.clip_ratio"], "clip_ratio_low and clip_ratio_high say it")
+    ours.drop(theirs, [f"{ACTOR}.clip_ratio"], UNREAD_CLIP)
     cap = f"{ACTOR}.clip_ratio_c"
     ours.say("delta", theirs.take(cap), theirs, cap, note="dual clip: the ratio of negative advantages")
     ours.say("cliprange_value", theirs.take("critic.cliprange_value"), theirs, "critic.cliprange_value")

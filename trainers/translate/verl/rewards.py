@@ -7,10 +7,14 @@ from typing import Any
 from trainers.translate.table import Line, Ours, Theirs
 
 MANAGERS = ("naive", "batch", "prime", "dapo")  # who score a completion each, and add the punishment of dapo
+OVERLONG = {  # of siiRL, and verl's names
+    f"reward_model.overlong_buffer.{name}": f"reward_model.reward_kwargs.overlong_buffer_cfg.{name}"
+    for name in ("enable", "len", "penalty_factor", "log")
+}
 
 
-def rewards(theirs: Theirs, ours: Ours) -> None:
-    """The functions and the model that reward completions."""
+def rewards(theirs: Theirs, ours: Ours, rules: str = "verl") -> None:
+    """The functions and the model that reward completions. ``rules``: whose rules score rows by data_source."""
     path = theirs.take("custom_reward_function.path")
     name = theirs.take("custom_reward_function.name", "compute_score")
     arguments = theirs.below("custom_reward_function.reward_kwargs.")
@@ -19,10 +23,11 @@ def rewards(theirs: Theirs, ours: Ours) -> None:
         spec |= {"path": path, "function": name, **({"arguments": arguments} if arguments else {})}
         ours.say("reward_funcs", [spec], theirs, "custom_reward_function.path", "custom_reward_function.name")
     else:
+        spec |= {"rules": rules} if rules != "verl" else {}
         ours.add("reward_funcs", [spec], "theirs chooses a rule by the column data_source. See below")
         ours.without["the rule of data_source"] = (
-            "RayHelper has the rule of openai/gsm8k. Other rules are verl's own, and the run needs verl. Or write "
-            "custom_reward_function"
+            f"RayHelper has the rule of openai/gsm8k. Other rules are {rules}'s own, and the run needs {rules}. Or "
+            "write custom_reward_function"
         )
     _overlong(theirs, ours)
     manager = theirs.values.get("reward_model.reward_manager", "naive")

@@ -8,6 +8,22 @@ from trainers.translate.table import Ours, Theirs
 from trainers.translate.verl.batches import generations
 from trainers.translate.verl.names import ACTOR, SCHEDULES
 
+UNREAD_BY_MEGATRON = [
+    f"{ACTOR}.{name}"
+    for name in (
+        *("grad_clip", "optim.betas", "optim.lr_scheduler_type", "optim.warmup_style", "optim.min_lr_ratio"),
+        "optim.num_cycles",
+    )
+]
+
+
+def of_megatron(theirs: Theirs, ours: Ours, style: str = "constant") -> None:
+    """Leaves out what the optimizer of Megatron does not read. ``style``: the system's default of lr_decay_style."""
+    ours.drop(theirs, UNREAD_BY_MEGATRON, "the strategy megatron reads optim.clip_grad, lr_decay_style and min_lr")
+    theirs.values = {name: value for name, value in theirs.values.items() if name not in UNREAD_BY_MEGATRON}
+    optim = f"{ACTOR}.optim"
+    theirs.defaults = {**theirs.defaults, f"{optim}.clip_grad": 1.0, f"{optim}.lr_decay_style": style}
+
 
 def optimizer(theirs: Theirs, ours: Ours, optim: str = f"{ACTOR}.optim", steps: int | None = None) -> None:
     """The optimizer and its schedule. ``steps``: optimizer steps that a warm-up step counts. None: a generation's."""
@@ -21,7 +37,8 @@ def optimizer(theirs: Theirs, ours: Ours, optim: str = f"{ACTOR}.optim", steps: 
     ours.say("max_grad_norm", theirs.take(clip), theirs, clip)
     theirs.taken |= {f"{optim}.clip_grad", f"{ACTOR}.grad_clip"}
     styles = [f"{optim}.{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style")]
-    style = next((name for name in reversed(styles) if theirs.values.get(name) is not None), styles[0])
+    default = next((name for name in reversed(styles) if name in theirs.defaults), styles[0])
+    style = next((name for name in reversed(styles) if theirs.values.get(name) is not None), default)
     kind = theirs.take(style)
     theirs.taken |= set(styles)
     floor = theirs.take(f"{optim}.min_lr_ratio")
@@ -31,6 +48,9 @@ def optimizer(theirs: Theirs, ours: Ours, optim: str = f"{ACTOR}.optim", steps: 
     if kind == "cosine" and (least := theirs.take(f"{optim}.min_lr")):
         ours.say("lr_scheduler_type", "cosine_with_min_lr", theirs, style, f"{optim}.min_lr")
         ours.say("lr_scheduler_kwargs", {"min_lr": least}, theirs, f"{optim}.min_lr")
+    elif kind == "linear" and (least := theirs.take(f"{optim}.min_lr")):
+        ours.say("lr_scheduler_type", "polynomial", theirs, style, f"{optim}.min_lr", note="of power 1: a line")
+        ours.say("lr_scheduler_kwargs", {"lr_end": least, "power": 1.0}, theirs, f"{optim}.min_lr")
     elif kind == "cosine" and floor:
         ours.say("lr_scheduler_type", "cosine_with_min_lr", theirs, style, f"{optim}.min_lr_ratio")
         ours.say("lr_scheduler_kwargs", {"min_lr_rate": floor}, theirs, f"{optim}.min_lr_ratio")
@@ -45,7 +65,9 @@ def optimizer(theirs: Theirs, ours: Ours, optim: str = f"{ACTOR}.optim", steps: 
         ours.say("warmup_steps", warmup * steps, theirs, f"{optim}.lr_warmup_steps", note=note)
     elif ratio:
         ours.say("warmup_ratio", ratio, theirs, f"{optim}.lr_warmup_steps_ratio")
-    ours.drop(theirs, [f"{optim}.total_training_steps", f"{optim}.num_cycles"], "the schedule ends with the run")
+    ours.drop(theirs, [f"{optim}.total_training_steps"], "the schedule ends with the run")
+    if theirs.take(f"{optim}.num_cycles", 0.5) != 0.5 and kind == "cosine":
+        ours.refuse(f"{optim}.num_cycles", "a cosine falls once, for half a cycle. Write 0.5")
     if theirs.take(f"{optim}.optimizer", "AdamW").lower() not in ("adam", "adamw"):
         ours.refuse(f"{optim}.optimizer", "only AdamW is translated; write optim")
     theirs.taken.add(f"{optim}.optimizer_impl")

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from trainers.translate.table import Ours, Theirs
 from trainers.translate.verl import grpo, ppo
-from trainers.translate.verl.backend import backend
+from trainers.translate.verl.backend import backend, on_megatron
 from trainers.translate.verl.engine import engine
 from trainers.translate.verl.images import columns
 from trainers.translate.verl.model import SIZES, data_files, model, on_ray, rest
 from trainers.translate.verl.names import ACTOR, DIVIDED, ESTIMATORS, REFUSED, RENAMED, ROLLOUT, WITHOUT
 from trainers.translate.verl.rewards import rewards
-from trainers.translate.verl.schedule import optimizer, run
+from trainers.translate.verl.schedule import of_megatron, optimizer, run
 
 
-def translate(theirs: Theirs, ours: Ours) -> None:
-    """Fills ``ours`` from the keys of verl."""
+def translate(theirs: Theirs, ours: Ours, style: str = "constant", rules: str = "verl") -> None:
+    """Fills ``ours`` from the keys of verl.
+
+    ``style``: the default of Megatron's lr_decay_style. ``rules``: whose rules score rows by their data_source.
+    """
     theirs.rename(RENAMED)
     if (chosen := theirs.take("model_engine")) not in (None, "dp"):
         theirs.put(f"{ACTOR}.strategy", chosen, "model_engine")
@@ -35,8 +38,10 @@ def translate(theirs: Theirs, ours: Ours) -> None:
         return
     model(theirs, ours)
     _data(theirs, ours)
-    rewards(theirs, ours)
+    rewards(theirs, ours, rules)
     (ppo if ours.trainer == "ppo" else grpo).translate(theirs, ours)
+    if on_megatron(theirs):
+        of_megatron(theirs, ours, style)
     optimizer(theirs, ours)
     if ours.trainer == "ppo":
         ppo.critic(theirs, ours)

@@ -25,6 +25,7 @@ from rayhelper.roles.project import is_of_project, is_users
 PLAIN = (bool, int, float, str, type(None))  # globals that are compared: by value
 MISSING = object()
 TRAINING = frozenset(("backward", "step"))
+FITTING = frozenset(("train", "fit"))  # whole trainings, by an object of a library
 CHANGING = frozenset(
     (
         *("append", "add", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"),
@@ -150,7 +151,7 @@ def _of_function(cls: type, function: Callable[..., Any], seen: set[Any], own_in
         if isinstance(node, ast.Name) and node.id in own and isinstance(node.ctx, ast.Load):
             parent = parents.get(id(node))
             call = parents.get(id(parent)) if isinstance(parent, ast.keyword) else parent
-            given = given_to(call, parent, node, plain.__globals__) if isinstance(call, ast.Call) else None
+            given = _given(call, parent, node, plain.__globals__) if isinstance(call, ast.Call) else None
             if given is not None:
                 found.add(_of_function(cls, given[0], seen, given[1]))
             elif not _is_understood(node, parent, parents):
@@ -289,13 +290,10 @@ def _is_understood(node: ast.Name, parent: ast.AST | None, parents: dict[int, as
     return isinstance(parent, (ast.Compare, ast.Assign, ast.Return))
 
 
-def given_to(
-    call: ast.Call, parent: ast.AST | None, node: ast.expr, namespace: dict[str, Any]
+def _given(
+    call: ast.Call, parent: ast.AST | None, node: ast.Name, namespace: dict[str, Any]
 ) -> tuple[FunctionType, int] | None:
-    """The function of the project to which a call gives an object, and the position of its parameter there.
-
-    ``node``: the object, in the call itself or in its keyword ``parent``.
-    """
+    """The function of the project to which a call gives an object, and the position of its parameter there."""
     called, shift = _named(call.func, namespace), 0
     if called is MISSING and isinstance(call.func, ast.Attribute):
         owner = _named(call.func.value, namespace)

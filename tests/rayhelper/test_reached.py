@@ -6,11 +6,13 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from transformers import Trainer, TrainingArguments
 
 from rayhelper import RayHelper, RoleError
 from tests.conftest import without_runtime
@@ -355,3 +357,50 @@ def test_a_module_of_torch_is_followed_into_what_the_user_wrote_of_it() -> None:
         RoleError, match=r"OfNetwork\.fit .* reads OfNetwork\.network\.scale, which was set on the driv"
     ):
         whole.fit()
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.ones(2) * index}
+
+
+class Squared(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"loss": super().forward(x).pow(2).mean()}
+
+
+@RayHelper.worker(group="train")
+class WithTrainer:
+    """transformers' own Trainer in a role."""
+
+    def __init__(self, folder: str) -> None:
+        self.rows = Rows()
+        self.model = Squared(2, 1)
+        self.other = Squared(2, 1)
+        settings = TrainingArguments(folder, max_steps=2, report_to=[], use_cpu=True, save_strategy="no")
+        self.trainer = Trainer(self.model, settings, train_dataset=self.rows)
+
+    @RayHelper.function(group="train", execute="first")
+    def fit(self) -> float:
+        return float(self.trainer.train().training_loss)
+
+    @RayHelper.function(group="train", execute="first")
+    def evaluate(self) -> int:
+        self.model.train(False)
+        return self.trainer.state.global_step
+
+
+def test_what_a_trainer_of_a_library_trains_is_not_read_on_the_driver(tmp_path: Path) -> None:
+    whole = WithTrainer(str(tmp_path))
+    assert whole.evaluate() == 0
+    assert whole.trainer.model is whole.model
+    whole.fit()
+    for name in ("model", "trainer"):
+        with pytest.raises(AttributeError, match=rf"WithTrainer\.{name} differs from the workers' value: WithTrainer"):
+            getattr(whole, name)
+    assert len(whole.rows) == 4
+    assert whole.other.weight.shape == (1, 2)
+    assert whole.evaluate() == 2

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from rayhelper.roles.names import CHANGING, MISSING, TRAINING, function_of, tree_of
+from rayhelper.roles.names import CHANGING, FITTING, MISSING, TRAINING, function_of, tree_of
 from rayhelper.roles.project import is_users
 from rayhelper.roles.reached.source import (
     as_loaded,
@@ -36,6 +36,7 @@ from rayhelper.roles.reached.values import (
     all_of,
     attributes_of,
     each_of,
+    is_module,
     is_role_object,
     items_of,
     kinds_of_generators,
@@ -420,6 +421,11 @@ class Reached:
             elif name == "step" and hasattr(one, "last_epoch"):  # a scheduler, which changes its optimizer as well
                 self._change(owners)
                 self._change_held(owners, getattr(one, "optimizer", None))
+            elif name in FITTING and _is_librarys_trainer(one, name):
+                self._change(owners)
+                for held in attributes_of(one).values():
+                    if hasattr(held, "state_dict"):  # its model, its optimizer, but not its rows
+                        self._change_held(owners, held)
 
     def _changed_by_giving(self, node: ast.Call, given: list[Values], named: dict[str, Values]) -> None:
         """``next(self.rows)``, ``torch.nn.init.zeros_(self.weight)``, ``torch.rand(2, generator=self.generator)``."""
@@ -428,6 +434,9 @@ class Reached:
             self._change(given[0])
         if given and name == "next":
             self._change(given[0], lambda held: hasattr(type(held), "__next__"))
+        if name in FITTING:
+            for values in (*given, *named.values()):
+                self._change(values, is_module)
         for values in (*given, *named.values()):
             self._change(values, lambda held: isinstance(held, kinds_of_generators()))
 
@@ -489,6 +498,12 @@ class Reached:
 
     def _of(self, instance: Any) -> Touched:
         return self.touched.setdefault(id(instance), Touched(instance))
+
+
+def _is_librarys_trainer(one: Any, name: str) -> bool:
+    """Whether it is no module, which ``train()`` only puts into a mode, and the method is no code of the user's."""
+    method = function_of(type(one), name)
+    return method is not None and not is_module(one) and not is_role_object(one) and not _is_followed(method, one)
 
 
 def _is_followed(function: Callable[..., Any], instance: Any) -> bool:

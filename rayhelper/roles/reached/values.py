@@ -55,6 +55,11 @@ def without_places(values: Values) -> Values:
     return {key: value for key, value in values.items() if not isinstance(key, Place)}
 
 
+def is_module(value: Any) -> bool:
+    """Whether a value has weights, as a module of torch."""
+    return hasattr(value, "state_dict") and callable(getattr(value, "parameters", None))
+
+
 def is_role_object(value: Any) -> bool:
     """Whether a value is an object of a class with roles."""
     return hasattr(type(value), "__rayhelper_roles__")

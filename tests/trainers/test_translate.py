@@ -371,31 +371,6 @@ def test_a_script_of_siirl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert checked(out, tmp_path).gradient_checkpointing is True
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "told"),
-    [
-        ("adv_estimator=\\$ALG", "adv_estimator=cpgd", "algorithm.adv_estimator: CPGD is not built"),
-        (
-            "algorithm.adv_estimator",
-            "algorithm.workflow_type=marft algorithm.adv_estimator",
-            "the workflow marft is not built",
-        ),
-        (
-            "algorithm.adv_estimator",
-            "algorithm.workflow_type=dapo algorithm.filter_groups.enable=True algorithm.adv_estimator",
-            "Translate the script with filter_groups.enable=False, and write dynamic_sample: true",
-        ),
-    ],
-)
-def test_what_siirl_has_alone_is_refused_by_name(
-    before: str, after: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert before in SIIRL
-    (tmp_path / "run.sh").write_text(SIIRL.replace(before, after))
-    assert main([str(tmp_path / "run.sh")]) == 2
-    assert told in capsys.readouterr().err
-
-
 def test_one_range_for_both_sides_is_read_only_where_they_are_null(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

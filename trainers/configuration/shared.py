@@ -101,8 +101,9 @@ class RunConfig:
     """The random seed for shuffling, sampling, dropout and new weights."""
 
     defaults: Literal["trl", "ms-swift"] = "trl"
-    """The system whose defaults apply to keys that a file does not give. Some keys also take the meaning of that
-    system. For a file with a key that only ms-swift has, it is ms-swift. In Python, the defaults of the class apply."""
+    """The system whose defaults apply to keys that a file does not give. Some keys also have the meaning that they
+    have in that system. For a file with a key that only ms-swift has, it is ms-swift. In Python, the defaults of the
+    class apply."""
 
     # Output
     output_dir: str = "outputs"
@@ -133,8 +134,8 @@ class RunConfig:
     limit."""
     env: dict[str, str | int | float] = field(default_factory=dict)
     """Environment variables of every process. They override variables of the shell. ``env`` of a device group overrides
-    them. Files and trackers show secrets such as HF_TOKEN as ***. For *** in a file that is read, the shell's value is
-    used."""
+    them. Files and trackers show secrets such as HF_TOKEN as ***. If a file that you pass holds ***, the
+    variable keeps the value of the shell."""
 
     def __post_init__(self) -> None:
         check_run(self)

@@ -161,7 +161,7 @@ def _check_texts(config: Any) -> None:
     for one in fields(config):
         value = getattr(config, one.name)
         if isinstance(value, str) and "\0" in value:
-            raise ConfigError(f"{one.name} holds a character of code 0, which no text may hold")
+            raise ConfigError(f"{one.name} holds a character of code 0, which no text may hold. Remove it.")
         if isinstance(value, str) and not _is_unicode(value):
             raise ConfigError(f"{one.name} holds half a surrogate pair, which is not Unicode. Remove it.")
     if re.match(r"[a-z][a-z0-9+.-]*://", str(config.output_dir), re.IGNORECASE):

@@ -79,7 +79,9 @@ class StreamedSequences:
                 if parts:
                     break
                 if not self.state["row"]:
-                    raise ValueError(f"the stream of {self.rows.source!r} has no rows")
+                    raise ValueError(
+                        f"the stream of {self.rows.source!r} has no rows. Check its split and its filters."
+                    )
                 self.state, self.chunks, place = {**START, "epoch": self.state["epoch"] + 1}, None, 0
                 continue
             assert self.chunk is not None

@@ -125,8 +125,8 @@ class Snapshot:
             if now is not MISSING and not _is_kept(was, now) and not _is_filled_when_read(cls, name):
                 raise RoleError(
                     f"{title} reads {owner}.{name}, which was set on the driver since. The workers of role "
-                    f"{method.role!r} still have what a method of a role has set, or __init__. Pass the value as an "
-                    f"argument, or set it in a method of role {method.role!r}."
+                    f"{method.role!r} still have the value from __init__, or from a method of a role. Pass the value "
+                    f"as an argument, or set it in a method of role {method.role!r}."
                 )
         if (method, owner) not in self.settings:
             self.settings[method, owner] = list(self._settings(cls, names, owner))

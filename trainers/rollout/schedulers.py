@@ -497,7 +497,7 @@ class ScheduledEpisode:
                 f"{self.name}.step gave response_loss_mask of {len(mask)} for {len(given)} response_token_ids: one each"
             )
         if any(one not in (0, 1) for one in mask):
-            raise ValueError(f"{self.name}.step gave response_loss_mask {mask}: 0 or 1 for each token")
+            raise ValueError(f"{self.name}.step gave response_loss_mask {mask}. Give 0 or 1 for each token.")
         same = (one == other for one, other in zip(given, turn.ids, strict=False))
         num_sampled = next((k for k, is_same in enumerate(same) if not is_same), min(len(given), len(turn.ids)))
         if any(mask[num_sampled:]):

@@ -73,8 +73,15 @@ def _ending(messages: Sequence[Mapping[str, Any]], render: Render) -> str:
     return text[text.rfind(PROBE) + len(PROBE) :] if PROBE in text else ""
 
 
+def _beginning(whole: str, render: Render) -> str:
+    """What the template writes before an answer with which a conversation begins: perhaps its own system message."""
+    asked = [{"role": "user", "content": PROBE}]
+    invitation = render(asked, True).removeprefix(render(asked, False))
+    return whole[: whole.find(invitation) + len(invitation)] if invitation in whole else ""
+
+
 def _span(messages: Sequence[Mapping[str, Any]], place: int, whole: str, render: Render) -> tuple[int, int]:
-    invited = render(messages[:place], True)
+    invited = render(messages[:place], True) if place else _beginning(whole, render)
     start = next((k for k, (a, b) in enumerate(zip(invited, whole, strict=False)) if a != b), len(invited))
     until = render(messages[: place + 1], False)
     if whole.startswith(until):

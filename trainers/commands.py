@@ -111,7 +111,7 @@ def refusals(name: str | None, file: str, keys: Mapping[Any, Any]) -> list[str] 
         every = {kind: told for told, kind in reversed(configurations().items())}
         found = {told: _refusals(kind, file) for kind, told in every.items()}
         of_file = {told: [line for line in found[told] if not OF_THIS_MACHINE.search(line)] for told in found}
-        told = min(found, key=lambda one: (sum("unknown key" in line for line in of_file[one]), len(of_file[one])))
+        told = min(found, key=lambda one: (sum(map(_is_of_a_key, of_file[one])), len(of_file[one])))
         least = [
             f"{UNNAMED}; {told} says: {line.rstrip('.')}. Or name yours: --trainer" if line in of_file[told] else line
             for line in found[told]
@@ -145,6 +145,11 @@ def parts_of_model(folder: str) -> Mapping[Any, Any] | None:
     from trainers.backends.fsdp.vision.parts import counted
 
     return counted(folder)
+
+
+def _is_of_a_key(line: str) -> bool:
+    """Whether a trainer refuses a key, and not only its value."""
+    return "unknown key" in line or "is not supported" in line
 
 
 def _refusals(config_type: type[RunConfig], file: str) -> list[str]:

@@ -380,7 +380,7 @@ def test_a_collective_that_another_rank_gave_up_is_a_late_call_before_ones_own_d
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     came_to = run_ranks(2, in_a_collective, store.port, tmp_path / "given up", folder=tmp_path, joined=False)
     for kind, message in came_to:
-        assert kind == "DeadlineError"
+        assert kind == "DeadlineError", message
         assert "Meeting.meet" in message
         assert "still running on ranks" in message
         assert "all_reduce" in message.split("--- ranks 1\n")[1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Collection
+from dataclasses import fields
 
 from trainers.configuration.others.ms_swift_only import MS_SWIFT_ONLY
 from trainers.configuration.others.other_names import ALIASES, NEUTRAL, TRANSLATED, why_refused
@@ -16,6 +17,7 @@ from trainers.configuration.reading.folders import configurations, names_of
 
 WORD = re.compile(r"[A-Za-z_]\w*")
 MOST_TRAINERS = 4  # that a line names
+PREFERENCES = frozenset(("dpo", "orpo", "cpo", "simpo", "kto"))  # trainers that learn from the same rows
 
 
 def why_not_here(name: str, known: Collection[str]) -> str | None:
@@ -23,7 +25,7 @@ def why_not_here(name: str, known: Collection[str]) -> str | None:
     what it is another name of."""
     reason = why_refused(name)
     if reason is None:
-        return None if name in known or name in ALIASES else _of_others(name)
+        return None if name in known or name in ALIASES else _of_others(name, known)
     missing = [key for key in named_keys(reason) if key != name and not _is_taken(key, known)]
     return f"it is for trainers with {_listed(missing, 'or')}. Remove it" if missing else reason
 
@@ -52,10 +54,13 @@ def _is_taken(key: str, known: Collection[str]) -> bool:
     return key in known or ALIASES.get(key) in known or key in NEUTRAL or key in TRANSLATED
 
 
-def _of_others(name: str) -> str | None:
+def _of_others(name: str, known: Collection[str]) -> str | None:
     """What to tell of a key that other trainers have."""
-    kinds = [kind for kind in dict.fromkeys(configurations().values()) if name in vars(kind)["__dataclass_fields__"]]
-    trainers = [names_of(kind)[0] for kind in kinds]
+    every = {names_of(kind)[0]: {one.name for one in fields(kind)} for kind in configurations().values()}
+    trainers = [trainer for trainer, keys in every.items() if name in keys]
+    own = next((trainer for trainer, keys in every.items() if keys == set(known)), "")
+    if trainers and PREFERENCES.issuperset((own, *trainers)):
+        return f"it is a key of {_listed(trainers, 'and')}. Write rlhf_type: {_listed(trainers, 'or')}, or remove it"
     if len(trainers) > MOST_TRAINERS:
         trainers = [*trainers[:MOST_TRAINERS], "others"]
     if trainers:

@@ -107,6 +107,11 @@ def parse_file(file: str) -> Any:
     return parse_text(text, file)
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text has no half surrogate pair, which no file and no process takes."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def nearest(name: Any, known: Iterable[str], message: str = " (did you mean {}?)") -> str:
     """The message with the known name most like ``name`` in it; '' if none is like it."""
     matches = difflib.get_close_matches(str(name), list(known), n=1)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from rayhelper.roles.reached import Reached
+from rayhelper.roles.reached import Reached, is_module
 from rayhelper.roles.stale import Snapshot
 
 _STATE_DICT = "state_dict()"
@@ -84,7 +84,6 @@ class LeftBehind:
 
 def _learns(value: Any) -> bool:
     """Whether it is a module or a tensor that has something to train."""
-    parameters = getattr(value, "parameters", None)
-    if callable(parameters) and hasattr(value, "state_dict"):
-        return any(getattr(one, "requires_grad", False) for one in parameters())
+    if is_module(value):
+        return any(getattr(one, "requires_grad", False) for one in value.parameters())
     return bool(getattr(value, "requires_grad", False)) and getattr(value, "grad_fn", None) is None

@@ -223,8 +223,8 @@ def _changed_places(nodes: list[ast.AST]) -> Iterator[ast.AST]:
         elif isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.target, ast.Name):
             stands_for.setdefault(node.target.id, []).append(node.iter)
     for node in nodes:
-        if is_call_of(node, CHANGING):
-            place = node.func.value  # type: ignore[attr-defined]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
+            place = node.func.value
         elif isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
             place = node.value
         else:
@@ -469,22 +469,21 @@ def function_of(cls: type, name: str) -> Callable[..., Any] | None:
         return inner if isinstance(inner, FunctionType) else None
 
 
-def is_call_of(node: ast.AST, methods: frozenset[str]) -> bool:
-    """Whether it calls such a method: ``loss.backward()`` for TRAINING."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in methods
-
-
 def inherited(cls: type, function: FunctionType, node: ast.AST) -> Callable[..., Any] | None:
     """The function that ``super().name`` or ``Base.name`` stands for in a method of a class; None: for nothing."""
     if not isinstance(node, ast.Attribute):
         return None
     if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "super":
-        places = [k for k, base in enumerate(cls.__mro__) if _is_in(base, function)]
-        bases = cls.__mro__[places[0] + 1 if places else 1 :]
-    else:
-        base = _named(node.value, function.__globals__)
-        bases = (base,) if base in cls.__mro__[1:] else ()
-    return next((function_of(base, node.attr) for base in bases if node.attr in vars(base)), None)
+        return of_super(cls, function, node.attr)
+    base = _named(node.value, function.__globals__)
+    return function_of(base, node.attr) if base in cls.__mro__[1:] and node.attr in vars(base) else None
+
+
+def of_super(cls: type, function: FunctionType, name: str) -> Callable[..., Any] | None:
+    """The function that ``super().name`` stands for in a method of a class."""
+    places = [k for k, base in enumerate(cls.__mro__) if _is_in(base, function)]
+    bases = cls.__mro__[places[0] + 1 if places else 1 :]
+    return next((function_of(base, name) for base in bases if name in vars(base)), None)
 
 
 def _is_in(base: type, function: FunctionType) -> bool:

@@ -76,6 +76,7 @@ def _set_precisions(torch: Any, values: Sequence[str]) -> None:
 
 def _num_threads(torch: Any) -> int | None:
     """How many threads an operator uses, if that was set; None: as torch has chosen, which workers do themselves."""
+    _first_num_threads(torch)
     num: int = torch.get_num_threads()
     return None if num in _chosen() else num
 
@@ -96,6 +97,7 @@ def _set_num_threads(torch: Any, num: int | None) -> None:
 
 @functools.cache
 def _first_num_threads(torch: Any) -> int:
+    """How many there were when this was first asked, which is before a worker sets any."""
     return int(torch.get_num_threads())
 
 
@@ -206,8 +208,6 @@ def flags_of(torch: Any) -> dict[str, Any]:
 def _set_flags(flags: dict[str, Any], torch: Any) -> None:
     for name, value in flags.items():
         get, put = _TORCH[name]
-        if name == "number of threads":
-            _first_num_threads(torch)
         if get(torch) != value:
             put(torch, value)
 

@@ -175,10 +175,7 @@ def _has_experts(keys: Keys) -> bool:
     """Whether the model is a mixture of experts that Megatron trains; one that is no folder is taken for none."""
     if not _is_megatron(keys):
         return False
-    try:
-        found = (Path(str(keys.get("model"))).expanduser() / "config.json").read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return False
+    found = _model_config(keys)
     return "num_experts" in found or "n_routed_experts" in found or "num_local_experts" in found
 
 
@@ -186,11 +183,15 @@ def _has_router_loss(keys: Keys) -> bool:
     """Whether TRL's trainer of the same name adds the loss of routers unasked: its coefficient is in the model."""
     if not _is_fsdp(keys) or {"num_labels", "center_rewards_coefficient", "cpo_alpha"} & keys.keys():
         return False
+    return '"router_aux_loss_coef"' in _model_config(keys)
+
+
+def _model_config(keys: Keys) -> str:
+    """The text of the model's config.json; '' if there is none that can be read."""
     try:
-        found = (Path(str(keys.get("model"))).expanduser() / "config.json").read_text(encoding="utf-8")
+        return (Path(str(keys.get("model"))).expanduser() / "config.json").read_text(encoding="utf-8")
     except (OSError, ValueError):
-        return False
-    return '"router_aux_loss_coef"' in found
+        return ""
 
 
 # By the class of configurations that has the key; later rows see what earlier ones decided

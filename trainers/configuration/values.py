@@ -19,7 +19,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rayhelper import ConfigError
-from rayhelper.text import DID_YOU_MEAN, nearest
+from rayhelper.text import DID_YOU_MEAN, is_unicode, nearest
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 MOST = 1e12  # no number of a configuration is larger: steps, tokens, bytes in MiB
@@ -162,7 +162,7 @@ def _check_texts(config: Any) -> None:
         value = getattr(config, one.name)
         if isinstance(value, str) and "\0" in value:
             raise ConfigError(f"{one.name} holds a character of code 0, which no text may hold. Remove it.")
-        if isinstance(value, str) and not _is_unicode(value):
+        if isinstance(value, str) and not is_unicode(value):
             raise ConfigError(f"{one.name} holds half a surrogate pair, which is not Unicode. Remove it.")
     if re.match(r"[a-z][a-z0-9+.-]*://", str(config.output_dir), re.IGNORECASE):
         raise ConfigError(f"output_dir is the address {config.output_dir!r}. Name a folder of this machine.")
@@ -261,13 +261,8 @@ def _check_env(env: Mapping[str, Any]) -> None:
             raise ConfigError(f"env: {name!r} is not a name of an environment variable (no '=', no space)")
         if "\0" in str(value):
             raise ConfigError(f"env: {name} holds a character of code 0, which no environment variable may hold")
-        if not _is_unicode(f"{name}{value}"):
+        if not is_unicode(f"{name}{value}"):
             raise ConfigError(f"env: {name!r} holds half a surrogate pair, which is not Unicode. Remove it.")
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether a text has no half surrogate pair, which no file and no process takes."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _shown(value: Any) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rayhelper.text import DID_YOU_MEAN, nearest
+from rayhelper.text import DID_YOU_MEAN, is_unicode, nearest
 from trainers.data.broken_rows import warn_left_out
 from trainers.data.held_out import Part
 from trainers.data.images.conversations import has_pictures, of_one_type, with_folder
@@ -192,7 +192,7 @@ def _mistake(item: Mapping[str, Any]) -> str | None:
 def _is_unicode(value: Any) -> bool:
     """Whether all texts in a value can be written as UTF-8."""
     if isinstance(value, str):
-        return not any("\ud800" <= char <= "\udfff" for char in value) if not value.isascii() else True
+        return is_unicode(value)
     if isinstance(value, Mapping):
         return all(_is_unicode(item) for pair in value.items() for item in pair)
     return all(map(_is_unicode, value)) if isinstance(value, (list, tuple)) else True

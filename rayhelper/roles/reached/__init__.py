@@ -9,5 +9,6 @@ order of statements is not looked at, and branches are all taken: what is found 
 """
 
 from rayhelper.roles.reached.code import Reached
+from rayhelper.roles.reached.values import is_module
 
-__all__ = ["Reached"]
+__all__ = ["Reached", "is_module"]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from rayhelper.roles.names import CHANGING, FITTING, MISSING, TRAINING, function_of, tree_of
+from rayhelper.roles.names import CHANGING, FITTING, MISSING, TRAINING, function_of, of_super, tree_of
 from rayhelper.roles.project import is_users
 from rayhelper.roles.reached.source import (
     as_loaded,
@@ -388,12 +388,12 @@ class Reached:
 
     def _call_of_super(self, frame: Frame, name: str, given: list[Values], named: dict[str, Values]) -> Values:
         found: Values = {}
-        own = frame.function.__code__.co_varnames[:1] if frame.function is not None else ()
-        for value in list(all_of(frame.env.get(name, {}) for name in own).values()):
-            for base in type(value).__mro__[1:]:
-                inherited = function_of(base, name) if name in vars(base) else None
-                if inherited is not None and inspect.unwrap(inherited) is not frame.function:
-                    found |= self._enter(inherited, value, given, named, frame.owner)
+        if frame.function is None or not frame.function.__code__.co_varnames:
+            return found
+        for value in list(frame.env.get(frame.function.__code__.co_varnames[0], {}).values()):
+            inherited = of_super(type(value), frame.function, name)
+            if inherited is not None:
+                found |= self._enter(inherited, value, given, named, frame.owner)
         return found
 
     def _by_name(self, frame: Frame, node: ast.Call, given: list[Values]) -> Values:

@@ -26,7 +26,7 @@ from trainers.backends.fsdp.tuners.quantized import compute_alike, loading_argum
 from trainers.backends.fsdp.vision.classifier import classifier_class
 from trainers.backends.fsdp.vision.headless import attach_headless
 from trainers.backends.fsdp.vision.thinker import language_class
-from trainers.backends.model_files import file_mistake
+from trainers.backends.model_files import file_mistake, safetensors_files
 from trainers.data.images.processor import is_vision
 
 ModelHead = Literal["lm", "value", "embedding"]
@@ -224,10 +224,7 @@ def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """
     from safetensors import safe_open
 
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{folder} holds no model*.safetensors, so it is not a checkpoint of a model")
-    for file in files:
+    for file in safetensors_files(folder):
         if mistake := file_mistake(file):
             raise ConfigError(f"{folder} cannot be read: {mistake}. Use another checkpoint.")
         with safe_open(file, framework="pt") as opened:

@@ -32,6 +32,7 @@ from trainers.configuration.others.ms_swift_keys import choose_backend
 from trainers.configuration.others.ms_swift_pictures import configuration_of, pictures_as_there
 from trainers.configuration.others.ms_swift_rows import rows_as_there
 from trainers.configuration.reading.given_keys import GivenKeys, plain
+from trainers.configuration.values import read_template
 
 REWARDS = ("accuracy", "format", "cosine", "repetition", "soft_overlong")
 # Their arguments: keys there, and what the function here calls them
@@ -170,7 +171,7 @@ def _chat_template(given: GivenKeys) -> str:
     said = given.values.get("chat_template")
     if isinstance(said, str):
         path = Path(said).expanduser()
-        return path.read_text(encoding="utf-8") if said.endswith(".jinja") and path.is_file() else said
+        return read_template(path) if said.endswith(".jinja") and path.is_file() else said
     model = given.values.get("model")
     if not isinstance(model, str):
         return ""

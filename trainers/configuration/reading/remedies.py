@@ -17,7 +17,6 @@ from trainers.configuration.reading.folders import configurations, names_of
 
 WORD = re.compile(r"[A-Za-z_]\w*")
 MOST_TRAINERS = 4  # that a line names
-PREFERENCES = frozenset(("dpo", "orpo", "cpo", "simpo", "kto"))  # trainers that learn from the same rows
 
 
 def why_not_here(name: str, known: Collection[str]) -> str | None:
@@ -45,8 +44,12 @@ def named_keys(text: str) -> list[str]:
 @functools.cache
 def _every_key() -> frozenset[str]:
     """Of all trainers, and their other names."""
-    kinds = set(configurations().values())
-    return frozenset(ALIASES).union(*(vars(kind)["__dataclass_fields__"] for kind in kinds))
+    return frozenset(ALIASES).union(*_keys_by_trainer().values())
+
+
+@functools.cache
+def _keys_by_trainer() -> dict[str, frozenset[str]]:
+    return {names_of(kind)[0]: frozenset(one.name for one in fields(kind)) for kind in configurations().values()}
 
 
 def _is_taken(key: str, known: Collection[str]) -> bool:
@@ -56,16 +59,20 @@ def _is_taken(key: str, known: Collection[str]) -> bool:
 
 def _of_others(name: str, known: Collection[str]) -> str | None:
     """What to tell of a key that other trainers have."""
-    every = {names_of(kind)[0]: {one.name for one in fields(kind)} for kind in configurations().values()}
+    every = _keys_by_trainer()
     trainers = [trainer for trainer, keys in every.items() if name in keys]
-    own = next((trainer for trainer, keys in every.items() if keys == set(known)), "")
-    if trainers and PREFERENCES.issuperset((own, *trainers)):
+    if trainers and all(map(_has_preferences, (known, *(every[trainer] for trainer in trainers)))):
         return f"it is a key of {_listed(trainers, 'and')}. Write rlhf_type: {_listed(trainers, 'or')}, or remove it"
     if len(trainers) > MOST_TRAINERS:
         trainers = [*trainers[:MOST_TRAINERS], "others"]
     if trainers:
         return f"it is a key of {_listed(trainers, 'and')}. Remove it"
     return "it is a key of ms-swift that RayHelper does not have. Remove it" if name in MS_SWIFT_ONLY else None
+
+
+def _has_preferences(keys: Collection[str]) -> bool:
+    """Whether a trainer learns what was preferred, from rows that have it, as rlhf_type then says."""
+    return "beta" in keys and "max_completion_length" not in keys
 
 
 def _listed(words: list[str], joint: str) -> str:

@@ -234,7 +234,9 @@ class InPlace:
     def __init__(self, instance: Any) -> None:
         held = _held_of(instance)
         self.stamps = {name: stamp for name, value in held.items() if (stamp := _stamp(value)) is not None}
-        self.within = {name: found for name, value in held.items() if (found := list(_stamps_within(value, _DEPTH)))}
+        self.within = {
+            name: found for name, value in held.items() if (found := list(_stamps_within(value, _DEPTH, set())))
+        }
 
     def check(self, method: RoleMethod[..., Any], names: Names, target: Any, title: str, owner: str = "self") -> None:
         """Raises RoleError if the method, which does this with the object, reads one that was changed since."""
@@ -280,8 +282,11 @@ _DEPTH = 3
 _MOST_ITEMS = 64
 
 
-def _stamps_within(value: Any, depth: int) -> Iterator[tuple[weakref.ref[Any], Any]]:
-    """The modules and tensors in a container, with what they were."""
+def _stamps_within(value: Any, depth: int, seen: set[int]) -> Iterator[tuple[weakref.ref[Any], Any]]:
+    """The modules and tensors in a container, with what they were. ``seen``: ids of containers looked into."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
     if isinstance(value, (list, tuple, deque)):
         items = list(value) if len(value) <= _MOST_ITEMS else []
     elif isinstance(value, dict):
@@ -295,7 +300,7 @@ def _stamps_within(value: Any, depth: int) -> Iterator[tuple[weakref.ref[Any], A
         if stamp is not None:
             yield weakref.ref(item), stamp
         elif depth:
-            yield from _stamps_within(item, depth - 1)
+            yield from _stamps_within(item, depth - 1, seen)
 
 
 _ONLY_HERE = object()  # what no attribute is

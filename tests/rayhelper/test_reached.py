@@ -404,3 +404,57 @@ def test_what_a_trainer_of_a_library_trains_is_not_read_on_the_driver(tmp_path: 
     assert len(whole.rows) == 4
     assert whole.other.weight.shape == (1, 2)
     assert whole.evaluate() == 2
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(2, 2)
+
+    def forward(self, x: Any, beside: Any) -> Any:
+        return self.lin(x) + beside[0] + beside[1]
+
+
+class Stack(torch.nn.Module):
+    """Layers in a pipe of functions, and tables that hold each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(8))
+        self.tables: list[Any] = [[] for _ in range(40)]
+        for table in self.tables:
+            table.extend(self.tables)
+
+    def forward(self, x: Any) -> Any:
+        beside = (x, x * 2)
+        pipe: list[Any] = []
+        for layer in self.layers:
+            pipe.append(lambda x, layer=layer: layer(x, beside))
+        pipe.append(lambda x: sum(x, self.shift(*self.tables)))
+        return run_all(pipe, x)
+
+    def shift(self, *tables: Any) -> int:
+        return len(max(tables, key=len)) * 0
+
+
+def run_all(pipe: list[Any], x: Any) -> Any:
+    for one in pipe:
+        x = one(x)
+    return x
+
+
+@RayHelper.worker(group="train")
+class WithStack:
+    def __init__(self) -> None:
+        self.model = Stack()
+
+    @RayHelper.function(group="train", execute="first")
+    def learn(self) -> None:
+        self.model(torch.ones(3, 2)).sum().backward()
+
+
+def test_code_with_ever_more_ways_through_it_is_followed_to_an_end() -> None:
+    whole = WithStack()
+    whole.learn()
+    with pytest.raises(AttributeError, match=r"WithStack\.model differs from the workers' value: WithStack\.learn"):
+        _ = whole.model

@@ -48,6 +48,8 @@ from rayhelper.roles.reached.values import (
 )
 
 _MOST_FRAMES = 2000  # calls that are followed, of one method
+_MOST_NESTED = 24  # calls within calls
+_MOST_WORK = 3000  # expressions and calls, of one method, before calls are no longer followed: about a second
 _GIVING_PARTS = frozenset(  # methods whose value lies in the object: what changes it in place changes the object
     (
         *("parameters", "named_parameters", "buffers", "named_buffers", "modules", "named_modules", "children"),
@@ -89,6 +91,8 @@ class Reached:
         self.kept: dict[Place, Values] = {}  # what the code itself has put into attributes
         self._frames: dict[Any, Frame] = {}
         self._has_grad = True
+        self._nested = 0
+        self._work = 0
         self._of(target)
         self._enter(function, target, [], {}, id(target))
 
@@ -106,7 +110,7 @@ class Reached:
     ) -> Values:
         """What a call of a function may return. ``own``: the object whose method it is; MISSING: it is none."""
         plain = inspect.unwrap(function)
-        if not isinstance(plain, FunctionType) or len(self._frames) > _MOST_FRAMES:
+        if not isinstance(plain, FunctionType) or self._is_too_much():
             return {}
         if own is not MISSING:
             given = [one_of(own), *given]
@@ -119,20 +123,26 @@ class Reached:
         if key not in self._frames:
             frame = self._frames[key] = Frame(plain, owner, env)
             tree = tree_of(plain)
+            self._nested += 1
             if tree is None:
                 self._without_source(frame)
             else:
                 outer, self._has_grad = self._has_grad, self._has_grad and not is_without_grad(tree)
                 self._body(frame, body_of(tree, plain))
                 self._has_grad = outer
+            self._nested -= 1
         return self._frames[key].returned
+
+    def _is_too_much(self) -> bool:
+        """Whether further calls are not followed."""
+        return len(self._frames) > _MOST_FRAMES or self._nested >= _MOST_NESTED or self._work > _MOST_WORK
 
     def _body(self, frame: Frame, body: list[Any]) -> None:
         for _ in range(4):  # until nothing new is found
             before = sum(map(len, frame.env.values())) + len(frame.returned)
             for node in body:
                 self._statement(frame, node)
-            if sum(map(len, frame.env.values())) + len(frame.returned) == before:
+            if sum(map(len, frame.env.values())) + len(frame.returned) == before or self._is_too_much():
                 break
 
     def _without_source(self, frame: Frame) -> None:
@@ -157,6 +167,7 @@ class Reached:
         self, frame: Frame, value: Any, given: list[Values], named: dict[str, Values], places: Values | None = None
     ) -> Values:
         """What calling one value may return. ``places``: where the object of a method lies."""
+        self._work += 1
         if isinstance(value, Local):
             return self._called_local(frame, value, given, named)
         if isinstance(value, functools.partial):
@@ -193,9 +204,11 @@ class Reached:
         inner = Frame(frame.function, frame.owner, value.env)
         body = [ast.Return(value.node.body)] if isinstance(value.node, ast.Lambda) else value.node.body
         key = (id(value.node), *(frozenset(value.env.get(name, ())) for name in names))
-        if key not in self._frames and len(self._frames) <= _MOST_FRAMES:
+        if key not in self._frames and not self._is_too_much():
             self._frames[key] = inner
+            self._nested += 1
             self._body(inner, body)
+            self._nested -= 1
         return self._frames.get(key, inner).returned
 
     def _attribute_called(
@@ -288,6 +301,7 @@ class Reached:
 
     def _value(self, frame: Frame, node: Any) -> Values:
         """The objects that an expression may have as its value."""
+        self._work += 1
         if isinstance(node, ast.Name):
             return self._name(frame, node.id)
         if isinstance(node, ast.Attribute):

@@ -100,12 +100,13 @@ def items_of(container: Any, place: Any = MISSING) -> Values:
     return all_of(map(one_of, list(items))) if len(items) <= _MOST_ITEMS else {}  # more are data
 
 
-def with_items(values: Values, depth: int = DEPTH) -> Values:
-    """The values, and what is in the containers among them."""
-    found = dict(values)
-    for value in values.values():
-        if isinstance(value, CONTAINERS) and depth:
-            found |= with_items(items_of(value), depth - 1)
+def with_items(values: Values) -> Values:
+    """The values, and what is in the containers among them, however deep, each once."""
+    found, level = dict(values), values
+    for _ in range(DEPTH):
+        items = all_of(items_of(value) for value in level.values() if isinstance(value, CONTAINERS))
+        level = {key: value for key, value in items.items() if key not in found}
+        found |= level
     return found
 
 

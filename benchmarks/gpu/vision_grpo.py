@@ -155,6 +155,7 @@ def ours(model: Path, folder: Path, args: argparse.Namespace) -> list[dict[str, 
         "report_to": ["none"],
         "output_dir": str(folder / "out"),
         **(of_vllm if args.engine == "vllm" else {}),
+        **({} if on_gpu else {"dtype": "bfloat16"}),  # vLLM's delta rule on a CPU knows no float32
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(keys))
     subprocess.run([sys.executable, "-m", "trainers.grpo", "--config", str(folder / "run.yaml")], check=True)

@@ -72,7 +72,7 @@ class RandomState(NamedTuple):
 
 @contextlib.contextmanager
 def drawing_nothing() -> Iterator[None]:
-    """Python's and NumPy's generators are afterwards where they were: Ray draws from them, and rich as it is imported."""
+    """Python's and NumPy's generators end where they were. Ray draws from them, and so does the import of rich."""
     before = RandomState.here()
     try:
         yield

@@ -256,6 +256,17 @@ def test_prompts_rewarded_alike_give_way_to_the_next_ones(models: dict[str, str]
     assert told[-1]["epoch"] == 22 / 6
 
 
+def test_one_reward_decides_which_prompts_give_way(models: dict[str, str], tmp_path: Path) -> None:
+    """Another reward differs in every group: with the sum of both, no prompt would give way."""
+    keys = {"reward_funcs": [shared_fate, "tests.e2e.runs.shortness", "tests.e2e.runs.evenness"], "max_steps": 1}
+    config = dynamic(models, tmp_path, **keys, dynamic_sample="shared_fate")
+    trainer = NotingTrainer(config)
+    trainer.train()
+    assert (trainer.drawn, trainer.learned) == ([[0, 1], [2]], [[0, 2]])
+    with pytest.raises(ConfigError, match="compares the rewards 'fate', and this run has none of that name"):
+        GRPOTrainer.check(dataclasses.replace(config, dynamic_sample="fate"), None)
+
+
 def test_prompts_rewarded_alike_fill_up_when_the_tries_are_used_up(models: dict[str, str], tmp_path: Path) -> None:
     trainer = NotingTrainer(dynamic(models, tmp_path, max_resample_times=1, max_steps=2))
     trainer.train()

@@ -61,8 +61,9 @@ class GRPOConfig(CompletionConfig):
     effect only with Ray. Without Ray, processes generate and train in turn."""
 
     # Generation
-    dynamic_sample: bool = False
-    """Replace prompts whose completions have equal rewards by the next prompts of the data (arXiv 2503.14476)."""
+    dynamic_sample: bool | str = False
+    """Replace prompts whose completions have equal rewards by the next prompts of the data (arXiv 2503.14476). The name
+    of a reward, as in the metric rewards/NAME/mean: only this reward is compared."""
     max_resample_times: int = 3
     """How often ``dynamic_sample`` may draw more prompts. After that, prompts with equal rewards fill the
     generation."""

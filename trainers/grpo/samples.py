@@ -65,6 +65,14 @@ def differing_groups(
     return differs_P
 
 
+def differing_prompts(config: GRPOConfig, explored: Rewarded, names: list[str], weights_K: np.ndarray) -> np.ndarray:
+    """(P,) bool: as ``differing_groups``, by all rewards or by the one that ``dynamic_sample`` names."""
+    assert explored.rewards is not None
+    if isinstance(config.dynamic_sample, str):
+        weights_K = np.array([float(name == config.dynamic_sample) for name in names], np.float32)
+    return differing_groups(explored.rewards, weights_K, config.num_generations, config.multi_objective_aggregation)
+
+
 def fullest(explored: Rewarded, differs_P: np.ndarray, num_prompts: int, num_generations: int) -> Rewarded:
     """The completions of ``num_prompts`` prompts: those that tell something, in order, then others to fill up."""
     chosen_P = np.argsort(~differs_P, kind="stable")[:num_prompts]

@@ -37,7 +37,17 @@ AT_MOST = {  # numbers beyond them are accepted by every formula, and mean nothi
     **dict.fromkeys(("epsilon", "epsilon_high"), 1000.0),  # a ratio above is a token that the policy did not draw
     **dict.fromkeys(  # weights of terms of a loss, or of a reward
         (
-            *("beta", "kl_coef", "vf_coef", "entropy_coef", "entropy_coef_min", "entropy_coef_max", "kl_cov_coef"),
+            *(
+                "beta",
+                "kl_coef",
+                "kl_loss_coef",
+                "vf_coef",
+                "entropy_coef",
+                "entropy_coef_min",
+                "entropy_coef_max",
+                "kl_cov_coef",
+                "policy_drift_coef",
+            ),
             *("teacher_kl_coef", "rpo_alpha", "cpo_alpha", "sft_alpha", "simpo_gamma", "desirable_weight"),
             *("undesirable_weight", "center_rewards_coefficient", "router_aux_loss_coef", "discopop_tau"),
         ),

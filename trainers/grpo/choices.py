@@ -87,7 +87,7 @@ def check_read(config: Any) -> None:
     """
     for name, (key, readers) in READ_BY.items():
         value = getattr(config, key)
-        chosen = str(named(value)[0]) if key in REGISTRIES else str(value)
+        chosen = str(named(value)[0]) if key in REGISTRIES else str(bool(value))
         if key in REGISTRIES and chosen not in REGISTRIES[key][1]:
             continue
         if chosen not in readers:

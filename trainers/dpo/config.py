@@ -109,7 +109,7 @@ def check_dpo(config: DPOConfig) -> None:
     ):
         if getattr(config, name) != defaults[name] and not is_used:
             raise ConfigError(
-                f"{name} is {getattr(config, name)}, which only {user} uses. Set {user}, or remove {name}."
+                f"{name} is {getattr(config, name)}, which only {user} uses. Remove {name}, or change the other key."
             )
     if config.bco_shift and config.ld_alpha is not None:
         raise ConfigError(

@@ -113,7 +113,7 @@ def check_dpo(config: DPOConfig) -> None:
             )
     if config.bco_shift and config.ld_alpha is not None:
         raise ConfigError(
-            "bco_shift is a mean over whole completions, and ld_alpha weighs their tokens. Remove either."
+            "bco_shift is a mean over whole completions, and ld_alpha weighs their tokens. Remove one of the two."
         )
     _check_loss(config, types, weights)
 

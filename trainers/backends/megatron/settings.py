@@ -187,7 +187,7 @@ def setting_mistakes(settings: MegatronSettings) -> Iterator[str]:
         yield "recompute_method block needs recompute_num_layers, the number of layers per stage to recompute. Write "
         "it."
     if settings.moe_layer_recompute and granularity == "full":
-        yield "moe_layer_recompute is set, but recompute_granularity: full recomputes a whole layer. Remove one of them."
+        yield "moe_layer_recompute is set, but recompute_granularity: full recomputes all of a layer. Remove one."
     if settings.overlap_param_gather and not (settings.use_distributed_optimizer and settings.overlap_grad_reduce):
         yield (
             "overlap_param_gather needs use_distributed_optimizer: true and overlap_grad_reduce: true; got "

@@ -384,7 +384,7 @@ def check_shared(config: TrainConfig) -> None:
         )
     if config.warmup_steps and config.warmup_ratio:
         raise ConfigError(
-            f"warmup_steps={config.warmup_steps} and warmup_ratio={config.warmup_ratio} set one thing; remove one"
+            f"warmup_steps={config.warmup_steps} and warmup_ratio={config.warmup_ratio} set the same thing. Remove one."
         )
     if config.peak_tflops is not None and not 0 < config.peak_tflops < math.inf:
         raise ConfigError(f"peak_tflops must be a positive number, got {config.peak_tflops}")
@@ -437,9 +437,9 @@ def check_sections(groups: DeviceGroups) -> None:
 
 def changed(config: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """The named keys that have another value than their default, and that value; what is no key has none."""
-    for one in fields(config):
+    for one in [one for one in fields(config) if one.name in names]:
         default = one.default if one.default_factory is MISSING else one.default_factory()
-        if one.name in names and getattr(config, one.name) != default:
+        if getattr(config, one.name) != default:
             yield one.name, getattr(config, one.name)
 
 

@@ -180,7 +180,8 @@ REFUSED = {
     "custom_dataset_info": "data sets are not registered in a file. Write their paths as dataset, or register a "
     "function in a file of external_plugins",
     "download_mode": "the Hugging Face hub's cache is used. Remove the data from the cache, and remove this key",
-    "preserve_thinking": "the chat template decides which thoughts stay. Write a chat_template, or remove it",
+    "preserve_thinking": "the chat template decides which thoughts of a prompt stay. Write a chat_template, or remove "
+    "it",
     "language_model_only": "name a language model as model. Remove it",
     "csa_dense_mode": "models with compressed sparse attention are not supported. Remove it",
     "save_missing_weights": "all weights of the model are saved. Remove it",
@@ -236,6 +237,6 @@ REFUSED = {
     "callbacks": "no code of a user's runs inside the loop of a trainer. Remove it",
     "logging_dir": _TENSORBOARD,
     "tensorboard_dir": _TENSORBOARD,
-    "wandb_project": "Weights & Biases reads a variable. Write env: {WANDB_PROJECT: ...}",
+    "wandb_project": "Weights & Biases reads a variable. Write env: {WANDB_PROJECT: name}",
     "wandb_exp_name": "a run is named after its output_dir. Remove it",
 }

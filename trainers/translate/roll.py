@@ -181,7 +181,8 @@ def _algorithm(theirs: Theirs, ours: Ours) -> None:
     elif estimator == "reinforce" and not whitens:
         ours.refuse("adv_estimator", "reinforce without whiten_advantages has no estimator here. Write grpo, or whiten")
     else:
-        ours.say("advantage_estimator", ESTIMATORS[estimator], theirs, "adv_estimator")
+        note = "ROLL whitens the advantages of each domain apart; here those of a batch are whitened together"
+        ours.say("advantage_estimator", ESTIMATORS[estimator], theirs, "adv_estimator", note=note if whitens else "")
         if estimator == "grpo" and whitens:
             ours.refuse("whiten_advantages", "advantages of grpo are divided within the group. Write false")
     for name in ("reward_clip", "advantage_clip"):

@@ -20,6 +20,7 @@ from typing import Any
 from rayhelper.device_groups import DeviceGroup, DeviceGroups, all_roles
 from rayhelper.errors import DispatchError, RoleError, WorkerError
 from rayhelper.roles.futures import FinishedCall, Future, values_of
+from rayhelper.roles.left_behind import note_changes
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.parts import Identity, Record, check_hosts, own_objects
 from rayhelper.roles.runtime import Shard, WorkerInfo, acting_as, task_acting_as
@@ -259,6 +260,8 @@ class InprocessGroup:
                 except BaseException:
                     worker.ledger.forget_changed()  # or the next call would be blamed
                     raise
+                finally:
+                    worker.note_changes(instance._rayhelper.identity, method)
         return self._answer(worker, value, args, kwargs, before, on_worker)
 
     async def _awaited(self, worker: SimulatedWorker, location: str, own: Any, call: DividedCall) -> Any:
@@ -280,6 +283,8 @@ class InprocessGroup:
             except BaseException:
                 worker.ledger.forget_changed()
                 raise
+            finally:
+                worker.note_changes(instance._rayhelper.identity, method)
         call.ran(worker, begun_ns)
         return self._answer(worker, value, args, kwargs, before, on_worker)
 
@@ -306,6 +311,7 @@ class InprocessGroup:
     ) -> Any:
         """The value as the caller gets it."""
         self.shards.note(worker.info.rank, worker.take_reports())
+        note_changes(worker.take_changes(), worker.instance_at)
         check_value(value, on_worker)
         if not self.cluster.strict:
             return own_objects(value)

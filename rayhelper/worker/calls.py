@@ -196,6 +196,7 @@ class Calls:
         self, value: Any, method: RoleMethod[..., Any], identity: Any, task: Any, started: int, ended: int
     ) -> Any:
         """What the driver is sent of the value of a call."""
+        _runtime().note_changes(identity, method)
         if value is not None or self.ledger.lent:
             where = f"{identity.title(method)} on {_runtime().describe()}"
             check_value(value, where)
@@ -222,6 +223,7 @@ class Calls:
         self.ledger.forget_changed()  # or the next call would be blamed
         if identity is None or method is None:
             return self._failure(error, location)
+        _runtime().note_changes(identity, method)  # told with the next reply
         if self.tracer is not None:
             self._record("run", method.role, identity.called(method), started, task)
         return self._failure(error, identity.title(method))
@@ -283,7 +285,9 @@ class Calls:
         if value is not None and worth_packing(value, arrays=True):
             value = pack(value)
         runtime = _runtime()
-        return Reported(value, runtime.take_reports()) if runtime.unreported else value
+        if runtime.unreported or runtime.changes:
+            return Reported(value, runtime.take_reports(), runtime.take_changes())
+        return value
 
     def _failure(self, error: BaseException, method: str) -> Failure:
         runtime = _runtime()

@@ -18,8 +18,10 @@ from rayhelper.roles.classes import build
 from rayhelper.roles.methods import RoleMethod, find_method, not_constructed
 from rayhelper.roles.parts import Identity, Record, address_within, placement_of, refuse_to_travel
 from rayhelper.roles.runtime import Route, Shard, WorkerInfo
+from rayhelper.values.reply import Changes
 from rayhelper.values.shards import is_within
 from rayhelper.worker.ambient import Ambient
+from rayhelper.worker.changed.objects import Observed
 from rayhelper.worker.process_group import Joined, join_process_group, leave_process_group
 from rayhelper.worker.random_streams import RandomStream
 
@@ -124,6 +126,8 @@ class WorkerRuntime:
         self.instances: dict[str, Any] = {}  # by address
         self.awaited: str | None = None  # the address of the whole that is about to be constructed
         self.unreported: dict[tuple[str, str], Shard] = {}  # by address and role
+        self.observed: dict[str, Observed] = {}  # by the address of the whole
+        self.changes: Changes = {}  # that calls have made, and the driver is not told of yet
         self.notes: Any = None  # of calls, while ``prove`` compares runtimes
 
     def build(
@@ -140,7 +144,9 @@ class WorkerRuntime:
         finally:
             self.awaited = None
         self.instances[address] = instance
-        return placement_of(instance).identity.records()  # type: ignore[no-any-return]
+        identity = placement_of(instance).identity
+        self.observed[address] = Observed(identity.instances())
+        return identity.records()  # type: ignore[no-any-return]
 
     def construct(
         self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
@@ -160,6 +166,7 @@ class WorkerRuntime:
 
     def drop(self, address: str) -> None:
         """Forgets an object and its parts; their memory is freed."""
+        self.observed.pop(address, None)
         for known in [known for known in self.instances if is_within(known, address)]:
             del self.instances[known]
 
@@ -179,6 +186,18 @@ class WorkerRuntime:
         """The shards that were reported since the last time, by address and role."""
         reported, self.unreported = self.unreported, {}
         return reported
+
+    def note_changes(self, identity: Identity, method: RoleMethod[..., Any]) -> None:
+        """A call has ended: what it has changed is to be told."""
+        observed = self.observed.get(str(identity.outermost.address))
+        if observed is not None:
+            for address, names in observed.changes(identity.title(method)).items():
+                self.changes.setdefault(address, {}).update(names)
+
+    def take_changes(self) -> Changes:
+        """What calls have changed since the last time, and the driver has another copy of."""
+        changes, self.changes = self.changes, {}
+        return changes
 
     def located(self, location: str) -> tuple[Any, RoleMethod[..., Any]]:
         """The object and the method at a location, as ``driver.location_of`` writes it."""

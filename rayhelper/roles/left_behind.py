@@ -13,6 +13,7 @@ is the driver's own, and one that was None is only a place for what comes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,11 @@ from rayhelper.roles.runtime import state
 from rayhelper.roles.stale import Snapshot
 from rayhelper.values.reply import Changes
 
+_log = logging.getLogger(__name__)
+_CHANGES = (
+    "%s changes %s. With Ray off the driver sees the change. A worker has a copy, so on Ray it does not. "
+    "Return the changed value. If the driver does not need it, ignore this warning."
+)
 _STATE_DICT = "state_dict()"
 
 
@@ -41,15 +47,20 @@ def leave(title: str, reached: Reached) -> None:
             placement.left.take(changed, one.instance, title, placement.snapshot)
 
 
-def note_changes(changes: Changes, own: Callable[[str], Any] | None = None) -> None:
+def note_changes(changes: Changes | None, own: Callable[[str], Any] | None = None) -> None:
     """Workers have changed attributes, by address of their objects: the driver's copies are not to be read any more.
 
     ``own``: gives the worker's object, where it lies in this process and may share values with the driver's.
     """
-    if state.active is None:
+    runtime: Any = state.active
+    if runtime is None or changes is None:
         return
-    for address, names in changes.items():
-        instance = state.active.instance_at(address)
+    for told in changes.others:
+        if told not in runtime.told_changes:
+            runtime.told_changes.add(told)
+            _log.warning(_CHANGES, *told)
+    for address, names in changes.attributes.items():
+        instance = runtime.instance_at(address)
         if instance is not None and is_constructed(instance):
             instance._rayhelper.left.take_observed(names, instance, None if own is None else own(address))
 

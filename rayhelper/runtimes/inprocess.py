@@ -254,14 +254,14 @@ class InprocessGroup:
         with self.cluster.lock, acting_as(worker):
             args, kwargs, before = self._given(worker, own, call.where)
             worker.follow(call.random)
-            with _noted(call.title, worker), worker.own_random(), worker.inside(instance._rayhelper, method.role):
+            observing = worker.observing(instance._rayhelper.identity, method, args, kwargs)
+            entered = worker.inside(instance._rayhelper, method.role)
+            with _noted(call.title, worker), observing, worker.own_random(), entered:
                 try:
                     value = method.finished_call(instance, args, kwargs, self._attending(on_worker))
                 except BaseException:
                     worker.ledger.forget_changed()  # or the next call would be blamed
                     raise
-                finally:
-                    worker.note_changes(instance._rayhelper.identity, method)
         return self._answer(worker, value, args, kwargs, before, on_worker)
 
     async def _awaited(self, worker: SimulatedWorker, location: str, own: Any, call: DividedCall) -> Any:
@@ -279,12 +279,11 @@ class InprocessGroup:
                 worker.follow(call.random)
                 coroutine = method.coroutine(instance, args, kwargs)
             try:
-                value = await Stepped(coroutine, lambda: Inside([*as_worker, worker.own_random()]))
+                with worker.observing(instance._rayhelper.identity, method, args, kwargs):
+                    value = await Stepped(coroutine, lambda: Inside([*as_worker, worker.own_random()]))
             except BaseException:
                 worker.ledger.forget_changed()
                 raise
-            finally:
-                worker.note_changes(instance._rayhelper.identity, method)
         call.ran(worker, begun_ns)
         return self._answer(worker, value, args, kwargs, before, on_worker)
 

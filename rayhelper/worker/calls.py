@@ -120,6 +120,7 @@ class Calls:
             args, kwargs = self._opened(method, arguments, parts)
             del arguments
             with (
+                placement.runtime.observing(identity, method, args, kwargs),
                 placement.runtime.inside(placement, method.role),
                 _AS_AT_FIRST if mode is None else mode.settled(placement.runtime.random).applied(),
             ):
@@ -155,7 +156,10 @@ class Calls:
                     return part
             args, kwargs = self._opened(method, arguments, parts)
             del arguments
-            with placement.runtime.task_inside(placement, method.role):
+            with (
+                placement.runtime.observing(identity, method, args, kwargs),
+                placement.runtime.task_inside(placement, method.role),
+            ):
                 coroutine: Any = method.coroutine(instance, args, kwargs)
                 value = await (
                     coroutine if mode is None else Stepped(coroutine, mode.settled(placement.runtime.random).applied)
@@ -196,7 +200,6 @@ class Calls:
         self, value: Any, method: RoleMethod[..., Any], identity: Any, task: Any, started: int, ended: int
     ) -> Any:
         """What the driver is sent of the value of a call."""
-        _runtime().note_changes(identity, method)
         if value is not None or self.ledger.lent:
             where = f"{identity.title(method)} on {_runtime().describe()}"
             check_value(value, where)
@@ -223,7 +226,6 @@ class Calls:
         self.ledger.forget_changed()  # or the next call would be blamed
         if identity is None or method is None:
             return self._failure(error, location)
-        _runtime().note_changes(identity, method)  # told with the next reply
         if self.tracer is not None:
             self._record("run", method.role, identity.called(method), started, task)
         return self._failure(error, identity.title(method))
@@ -285,9 +287,8 @@ class Calls:
         if value is not None and worth_packing(value, arrays=True):
             value = pack(value)
         runtime = _runtime()
-        if runtime.unreported or runtime.changes:
-            return Reported(value, runtime.take_reports(), runtime.take_changes())
-        return value
+        changes = runtime.take_changes()
+        return Reported(value, runtime.take_reports(), changes) if changes or runtime.unreported else value
 
     def _failure(self, error: BaseException, method: str) -> Failure:
         runtime = _runtime()

@@ -21,6 +21,8 @@ from rayhelper.roles.runtime import Route, Shard, WorkerInfo
 from rayhelper.values.reply import Changes
 from rayhelper.values.shards import is_within
 from rayhelper.worker.ambient import Ambient
+from rayhelper.worker.changed.arguments import Given
+from rayhelper.worker.changed.classes import changed
 from rayhelper.worker.changed.objects import Observed
 from rayhelper.worker.process_group import Joined, join_process_group, leave_process_group
 from rayhelper.worker.random_streams import RandomStream
@@ -113,6 +115,37 @@ class _TaskInside:
         _of_task.set(self.outer)
 
 
+class _Observing:
+    """No generator: see ``_Inside``."""
+
+    def __init__(
+        self,
+        runtime: WorkerRuntime,
+        identity: Identity,
+        method: RoleMethod[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.runtime, self.identity, self.method, self.args, self.kwargs = runtime, identity, method, args, kwargs
+
+    def __enter__(self) -> None:
+        self.marks = self.runtime.given.marks(self.method, self.args, self.kwargs)
+        self.observed = self.runtime.observed.get(str(self.identity.outermost.address))
+        self.shared = {} if self.observed is None else self.observed.shared(self.identity.cls)
+
+    def __exit__(self, *_: object) -> None:
+        changes, title = self.runtime.changes, self.identity.title(self.method)
+        labels: list[str] = []
+        if self.marks:
+            labels += self.runtime.given.changed(self.marks, self.method, self.args, self.kwargs)
+        if self.observed is not None:
+            labels += changed(self.shared, self.observed.shared(self.identity.cls))
+            for address, names in self.observed.changes(title).items():
+                changes.attributes.setdefault(address, {}).update(names)
+        changes.others.extend((title, label) for label in labels if (title, label) not in self.runtime.told)
+        self.runtime.told.update((title, label) for label in labels)
+
+
 class WorkerRuntime:
     """What this process is: one worker of a device group."""
 
@@ -127,7 +160,9 @@ class WorkerRuntime:
         self.awaited: str | None = None  # the address of the whole that is about to be constructed
         self.unreported: dict[tuple[str, str], Shard] = {}  # by address and role
         self.observed: dict[str, Observed] = {}  # by the address of the whole
-        self.changes: Changes = {}  # that calls have made, and the driver is not told of yet
+        self.given = Given()
+        self.told: set[tuple[str, str]] = set()  # methods, and what they change of arguments and classes
+        self.changes = Changes({}, [])  # that calls have made, and the driver is not told of yet
         self.notes: Any = None  # of calls, while ``prove`` compares runtimes
 
     def build(
@@ -187,16 +222,17 @@ class WorkerRuntime:
         reported, self.unreported = self.unreported, {}
         return reported
 
-    def note_changes(self, identity: Identity, method: RoleMethod[..., Any]) -> None:
-        """A call has ended: what it has changed is to be told."""
-        observed = self.observed.get(str(identity.outermost.address))
-        if observed is not None:
-            for address, names in observed.changes(identity.title(method)).items():
-                self.changes.setdefault(address, {}).update(names)
+    def observing(
+        self, identity: Identity, method: RoleMethod[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Observing:
+        """Inside, a call is made; what it changes is to be told, also if it raises."""
+        return _Observing(self, identity, method, args, kwargs)
 
-    def take_changes(self) -> Changes:
+    def take_changes(self) -> Changes | None:
         """What calls have changed since the last time, and the driver has another copy of."""
-        changes, self.changes = self.changes, {}
+        if not self.changes.attributes and not self.changes.others:
+            return None
+        changes, self.changes = self.changes, Changes({}, [])
         return changes
 
     def located(self, location: str) -> tuple[Any, RoleMethod[..., Any]]:

@@ -35,6 +35,7 @@ from rayhelper.roles.project import is_users
 
 PLAIN = frozenset((int, float, str, bool, bytes, complex, type(None)))
 MOST = 1024  # entries of one mark
+_HASHED = 1 << 14  # plain items of a list that are all read
 _MANY = 512  # items of a container from which on a sample is read
 _SAMPLE = 64
 _WHOLE_BYTES = 16 << 10  # of an array; a sample of a larger one
@@ -45,15 +46,27 @@ _ITERATORS = frozenset((*(type(iter(one)) for one in _ITERABLES), type(reversed(
 _MAY_BE_EMPTY = frozenset((*PLAIN, list, dict, set, tuple, collections.defaultdict, collections.deque))
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
-Mark = list[Any]
+
+class Mark(list[Any]):
+    """Entries that are compared. At ``most`` so many are wanted."""
+
+    most = MOST
+
+
 _Add = Callable[[Any, "Mark", int], None]
 
 
-def mark(value: Any, depth: int = _DEPTH) -> Mark:
+def mark(value: Any, most: int = MOST) -> Mark:
     """What tells later whether the value was changed in place, or is another one."""
-    found: Mark = []
-    _add(value, found, depth)
+    found = Mark()
+    found.most = most
+    _add(value, found, _DEPTH)
     return found
+
+
+def is_own(module: str) -> bool:
+    """Whether classes and functions of a module are the user's. Of one that is not loaded they came by value."""
+    return module not in sys.modules or is_users(module)
 
 
 def differ(before: Any, now: Any) -> bool:
@@ -68,7 +81,7 @@ def _add(value: Any, found: Mark, depth: int) -> None:
     kind: Any = type(value)
     if kind in PLAIN:
         found.append(value)
-    elif len(found) < MOST:
+    elif len(found) < found.most:
         reader_of(kind)(value, found, depth)
 
 
@@ -105,7 +118,7 @@ def reader_of(kind: Any) -> _Add:
     if not kind.__dictoffset__:
         return _identity
     module = str(kind.__module__)
-    if is_dataclass(kind) or issubclass(kind, (types.SimpleNamespace, argparse.Namespace)) or is_users(module):
+    if is_dataclass(kind) or issubclass(kind, (types.SimpleNamespace, argparse.Namespace)) or is_own(module):
         return _object
     return _identity if module.partition(".")[0] in sys.stdlib_module_names else _library
 
@@ -133,6 +146,13 @@ def _dict(value: Any, found: Mark, depth: int) -> None:
 def _list(value: Any, found: Mark, depth: int) -> None:
     length = len(value)
     found += (id(value), length)
+    if 0 < length <= _HASHED and type(value[0]) in PLAIN and type(value[-1]) in PLAIN:
+        try:
+            found.append(hash(tuple(value)))
+        except TypeError:  # others lie between them
+            pass
+        else:
+            return
     if depth:
         for item in value if length <= _MANY else _some(value, length):
             _add(item, found, depth - 1)
@@ -207,7 +227,7 @@ def _module(value: Any, found: Mark, depth: int) -> None:
             more = [one for one in below.values() if id(one) not in seen and one is not None]
             seen.update(map(id, more))
             modules += [one for one in more if "_rayhelper" not in one.__dict__]
-        if depth and is_users(type(module).__module__):
+        if depth and is_own(type(module).__module__):
             for name in held.keys() - _names_of_torch():
                 found.append(name)
                 _add(held[name], found, depth - 1)

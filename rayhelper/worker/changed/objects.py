@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from rayhelper.values.reply import Changes
+from rayhelper.worker.changed.classes import Shared
 from rayhelper.worker.changed.marks import PLAIN, differ, mark
 
 _MISSING = object()
@@ -17,11 +17,18 @@ class Observed:
     """The objects of one whole on a worker, each with marks of its attributes."""
 
     def __init__(self, instances: Iterator[Any]) -> None:
+        self.classes: dict[type, Shared] = {}
         self.objects = {str(one._rayhelper.identity.address): Attributes(one) for one in instances}
 
-    def changes(self, title: str) -> Changes:
+    def shared(self, cls: type) -> dict[str, Any]:
+        """Marks of what objects of a class share."""
+        if cls not in self.classes:
+            self.classes[cls] = Shared(cls)
+        return self.classes[cls].marks()
+
+    def changes(self, title: str) -> dict[str, dict[str, str]]:
         """By address, the attributes that were changed since the last time, each with ``title``: by whom."""
-        found: Changes = {}
+        found: dict[str, dict[str, str]] = {}
         for address, one in self.objects.items():
             if names := one.changed():
                 found[address] = dict.fromkeys(names, title)

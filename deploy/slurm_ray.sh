@@ -13,6 +13,8 @@ set -euo pipefail
 head=${RAY_HEAD:-$(hostname --ip-address | cut -d' ' -f1)} # this script runs on the first node
 port=${RAY_PORT:-6379}
 export head port
+RAY_AUTH_TOKEN=$(openssl rand -hex 32) # of this job's cluster: srun passes it on, and Ray 2.52 or later asks for it
+export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
 
 # Returns when the first node answers, or fails after two minutes.
 wait_for_head() {

@@ -80,7 +80,9 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 PLAIN = {  # by file, the sides of each group of bars, in order
     "plain_grpo_135m": ("ours:token_budget=4096", "trl"),
     "plain_grpo_0.6b": ("ours", "trl"),
+    "plain_grpo_1.7b": ("ours", "trl"),
     "plain_sft_135m": ("ours", "trl"),
+    "plain_sft_0.6b": ("ours", "trl"),
 }
 
 

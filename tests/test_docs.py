@@ -245,14 +245,14 @@ def test_a_slurm_job_starts_a_cluster_of_its_nodes_and_then_the_run(tmp_path: Pa
     listens = "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); s.accept(); s.accept()"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    ray = 'echo "ray $*${RAY_ADDRESS+ at $RAY_ADDRESS}"; '
+    ray = 'echo "ray $*${RAY_ADDRESS+ at $RAY_ADDRESS} with $RAY_AUTH_MODE of ${#RAY_AUTH_TOKEN}"; '
     ray += f'[ "$2" != --head ] || exec {sys.executable} -c "{listens}" {port}'
     path = fakes(
         tmp_path,
         {
             "srun": '[ "$1" = --cpu-bind=none ] && shift; SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@"; wait',
             "ray": ray,
-            "rayhelper": 'echo "rayhelper $* at $RAY_ADDRESS"',
+            "rayhelper": 'echo "rayhelper $* at $RAY_ADDRESS with $RAY_AUTH_MODE of ${#RAY_AUTH_TOKEN}"',
         },
     )
     env = {"PATH": path, "RAY_HEAD": "127.0.0.1", "RAY_PORT": str(port)}
@@ -260,9 +260,12 @@ def test_a_slurm_job_starts_a_cluster_of_its_nodes_and_then_the_run(tmp_path: Pa
     command = ["bash", script, "grpo", "--config", "x.yaml"]
     done = subprocess.run(command, env=env, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
     head, *others = done.stdout.splitlines()  # of all processes: the pipe ends with the last of them
-    at = f"127.0.0.1:{port}"
-    assert head == f"ray start --head --node-ip-address=127.0.0.1 --port={port} --block"
-    assert sorted(others) == [f"ray start --address={at} --block", f"rayhelper grpo --config x.yaml at {at}"]
+    at, token = f"127.0.0.1:{port}", "with token of 64"
+    assert head == f"ray start --head --node-ip-address=127.0.0.1 --port={port} --block {token}"
+    assert sorted(others) == [
+        f"ray start --address={at} --block {token}",
+        f"rayhelper grpo --config x.yaml at {at} {token}",
+    ]
 
 
 @pytest.mark.parametrize("script", sorted(ROOT.glob("deploy/slurm_*.sh")), ids=lambda script: script.stem)
@@ -299,6 +302,11 @@ def test_a_job_of_kuberay_has_what_its_pods_need() -> None:
     job = yaml.safe_load((ROOT / "deploy" / "kuberay.yaml").read_text(encoding="utf-8"))
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     cluster = job["spec"]["rayClusterSpec"]
+    pinned = re.search(r"^ray==(.+)$", (ROOT / "requirements" / "run.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert cluster["rayVersion"] == pinned[1], "the operator refuses tokens without a version"
+    assert f"\nARG RAY={pinned[1]}\n" in (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
         volumes = {volume["name"] for volume in pod["volumes"]}

@@ -18,6 +18,7 @@ $OUT/vision_grpo.json.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import signal
@@ -126,6 +127,11 @@ def save_model(folder: Path, kind: str, *, is_tiny: bool) -> None:
     videos.write_text(json.dumps(json.loads(videos.read_text()) | patches | edges))
 
 
+def engine_arguments(kind: str) -> dict[str, Any]:
+    """Of vLLM, on both sides. Where its delta rule's kernels of flashinfer are not installed, those of Triton."""
+    return {"gdn_prefill_backend": "triton"} if kind == "qwen3_5" and find_spec("flashinfer") is None else {}
+
+
 def ours(model: Path, folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
     import yaml
@@ -137,6 +143,7 @@ def ours(model: Path, folder: Path, args: argparse.Namespace) -> list[dict[str, 
         "vllm_max_model_len": 1024,
         "vllm_max_num_seqs": NUM_COMPLETIONS,
         "sleep_level": 1 if on_gpu else 0,
+        "vllm_engine_kwargs": engine_arguments(args.model),
     }
     keys = {
         "model": str(model),
@@ -155,6 +162,7 @@ def ours(model: Path, folder: Path, args: argparse.Namespace) -> list[dict[str, 
         "report_to": ["none"],
         "output_dir": str(folder / "out"),
         **(of_vllm if args.engine == "vllm" else {}),
+        **({} if on_gpu else {"dtype": "bfloat16"}),  # vLLM's delta rule on a CPU knows no float32
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(keys))
     subprocess.run([sys.executable, "-m", "trainers.grpo", "--config", str(folder / "run.yaml")], check=True)
@@ -175,6 +183,11 @@ def trl(model: Path, folder: Path, args: argparse.Namespace) -> list[dict[str, A
     from trl import GRPOConfig, GRPOTrainer
 
     from examples.grpo import count_shapes
+
+    if args.engine == "vllm" and torch.cuda.is_available():  # TRL passes no further arguments to vLLM
+        from trl.generation import vllm_generation
+
+        vllm_generation.LLM = functools.partial(vllm_generation.LLM, **engine_arguments(args.model))
 
     def opened(row: dict[str, Any]) -> dict[str, Any]:
         import io

@@ -27,13 +27,14 @@ from rayhelper.watch.places import summaries
 from rayhelper.worker.process_group import in_process_group
 
 PURPOSE = "door"
-# How the names of threads begin that are this library's, or Ray's own helpers on a worker and on the driver
+# How the names of threads begin that are this library's, or helpers of Ray and of progress bars
 _NOT_OURS_TO_TELL = (
     "rayhelper-",
     "PythonGCThread",
     "ray_listen_error_messages",
     "ray_print_logs",
     "ray_import_thread",
+    "tqdm_monitor",
 )
 _NUM_FRAMES = 24  # of a stack are told
 _LIBRARY = os.path.dirname(os.path.dirname(__file__)) + os.sep

@@ -16,6 +16,7 @@ from tests.golden.tiny import save_tiny
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.one_worker.low_weights import LowWeights
 from trainers.backends.fsdp.one_worker.passes import MOST, Passes, passes_of, rounded
+from trainers.batch import Samples
 
 SETTINGS: dict[str, Any] = {
     **{"learning_rate": 1e-3, "num_training_steps": 10, "adam_epsilon": 1e-4, "max_grad_norm": 0.0},
@@ -77,6 +78,26 @@ def test_passes_of_fixed_shapes_learn_what_passes_of_their_own_shapes_learn(fold
     assert fixed.low.total is None, "gradients are gone with the step"
 
 
+def test_few_short_rows_run_in_the_shape_of_longer_ones(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the last batch of an epoch; a shape takes seconds to compile and capture."""
+    monkeypatch.setattr(f"{Passes.__module__}.OFTEN", 6)
+    plain, fixed = FsdpBackend(folder, **SETTINGS), with_passes(folder)
+    passes = fixed.passes
+    assert passes is not None
+    long, short = samples_of([40] * 8), samples_of([40])
+
+    def norms(backend: FsdpBackend, samples: Samples, micro_batch_size: int) -> list[float]:
+        loss = partial(weighted_loss, int(samples.target_mask.values.sum()))
+        return [backend.step(samples, loss, micro_batch_size=micro_batch_size).values()["grad_norm"] for _ in range(4)]
+
+    num_shapes = []
+    for samples, size in ((long, len(long)), (short, 1), (short, 1)):
+        assert norms(fixed, samples, size) == pytest.approx(norms(plain, samples, size), rel=1e-5)
+        num_shapes.append(len(passes.passes))
+    assert num_shapes == [1, 1, 2], "the seventh short row gets a shape of its own"
+    assert largest_difference(weights_of(fixed), weights_of(plain)) < 1e-5
+
+
 def test_a_value_head_learns_by_passes_of_fixed_shapes(folder: str) -> None:
     def loss(num: int, values_BT: torch.Tensor, mask_BT: torch.Tensor, *_: Any) -> torch.Tensor:
         return (values_BT.square() * mask_BT).sum() / num
@@ -125,13 +146,10 @@ def test_as_many_shapes_are_kept_as_there_may_be_and_none_after_an_offload(folde
     backend = with_passes(folder)
     passes = backend.passes
     assert passes is not None
-    samples = samples_of()
-    for length in range(64, 64 * (MOST + 3), 64):
-        passes.begin(length)
-        passes.begin = lambda tokens, length=length: setattr(passes, "length", length)  # type: ignore[method-assign]
-        backend.step(samples, partial(weighted_loss, 50), micro_batch_size=1)
-        del passes.begin
-    assert 1 < len(passes.passes) <= MOST
+    for length in range(64, 64 * (MOST + 3), 64):  # each row is longer than all before
+        for _ in range(2):
+            backend.step(samples_of([length]), partial(weighted_loss, 50), micro_batch_size=1)
+    assert len(passes.passes) == MOST
     backend.offload(model=False, optimizer=False)
     assert passes.passes == {}
     learned(backend)  # and they are made anew

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import AuthenticationError
 
 from rayhelper import PlacementError, RayHelper
 from rayhelper.runtimes.ray import placement
@@ -287,9 +288,18 @@ def test_a_port_that_accepts_and_does_not_answer_as_ray_does(
         serving.join()
 
 
-def test_what_answers_the_probe_and_is_no_cluster_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ConnectionError("Failed to connect to Ray cluster at a:1"), "Failed to connect to Ray cluster at a:1"),
+        (AuthenticationError("no token was found. Ensure that ..."), "no token was found"),
+    ],
+)
+def test_what_answers_the_probe_and_cannot_be_joined_is_told_in_one_line(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def init(**_: Any) -> None:
-        raise ConnectionError("Failed to connect to Ray cluster at a:1")
+        raise error
 
     monkeypatch.setattr(placement, "probe", lambda address: None)
     monkeypatch.setattr(placement, "_listens_on_loopback_alone", lambda address: False)
@@ -297,12 +307,26 @@ def test_what_answers_the_probe_and_is_no_cluster_is_told_in_one_line(monkeypatc
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(PlacementError, match=r"^no Ray cluster answers at ray_address 'a:1' .Failed to connect"):
+    with pytest.raises(PlacementError, match=rf"^cannot join a Ray cluster at ray_address 'a:1' .{told}.\. If"):
         placement.connect("a:1")
 
 
 def test_a_cluster_answers_the_probe(ray_cluster: None) -> None:
     placement.probe(ray.get_runtime_context().gcs_address)
+
+
+def test_a_cluster_with_a_token_is_not_joined_without_the_token(ray_cluster: None) -> None:
+    """Ray 2.59 and later give one to the cluster of this process, and read it for an address only if told to."""
+    address = ray.get_runtime_context().gcs_address
+    env = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    env["RAY_NUM_REDIS_GET_RETRIES"] = "1"
+    code = f"from rayhelper.runtimes.ray import placement; placement.connect({address!r})"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=env, check=False)
+    told = done.stderr.splitlines()[-1]
+    assert told.startswith(f"rayhelper.errors.PlacementError: cannot join a Ray cluster at ray_address '{address}'")
+    assert "set RAY_AUTH_MODE=token and give its token in RAY_AUTH_TOKEN or ~/.ray/auth_token" in told
+    assert "(RAY_AUTH_MODE is not set)" in told
 
 
 def test_a_cluster_that_listens_on_loopback_alone_is_joined(ray_cluster: None) -> None:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import re
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
 from rayhelper import ConfigError
+from rayhelper.worker.side_door import stacks
 from tests.golden.tiny import save_tiny
 from trainers import cli
 from trainers.run import folder_lock
 from trainers.run.folder_lock import LOCK_FILE, Owner, held
+from trainers.run.stopping import ends_with_parent
 
 OTHER = "somewhere else"
 
@@ -112,6 +117,12 @@ def test_a_run_whose_folder_was_taken_over_stops_writing_and_leaves_the_lock(tmp
         with pytest.raises(RuntimeError, match="was taken over by process"):
             lock.check()
     assert (tmp_path / LOCK_FILE).exists()
+
+
+def test_threads_of_a_run_and_of_its_bars_are_left_out_of_stacks(tmp_path: Path) -> None:
+    with ends_with_parent(), held(tmp_path), tqdm(total=2, file=io.StringIO()):
+        assert len(threading.enumerate()) >= 4  # the three and this
+        assert [line for line in stacks().splitlines() if line.startswith("thread") and "MainThread" not in line] == []
 
 
 def test_the_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

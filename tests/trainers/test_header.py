@@ -79,11 +79,14 @@ def test_a_header_counts_the_data_of_every_trainer() -> None:
     """Each trainer's own word for what its steps are made of, as it stands in its source."""
     folder = Path(trainers.__file__).parent
     counted = re.compile(r"order = \{\"(\w+)\": len\(")
-    named = {name for file in folder.glob("*/trainer.py") for name in counted.findall(file.read_text())}
-    assert {"sequences", "pairs", "completions"} <= named
+    examples = folder.parent / "examples" / "own_trainer"
+    files = [*folder.glob("*/trainer.py"), *examples.glob("*.py")]
+    named = {name for file in files for name in counted.findall(file.read_text())}
+    assert {"sequences", "pairs", "completions", "prompts"} <= named
     config = SFTConfig(model="m", dataset="rows")
     for name in named:
         assert f"data: 1,234 {name.removeprefix('num_')} of rows" in header(config, 1, {name: 1234})
+    assert "data: rows" in header(config, 1, {"of_a_trainer_of_yours": 3})
     (steps,) = [line for line in header(config, 1, {"pairs": 9, SEQUENCES_PER_STEP: 4}) if line.startswith("steps:")]
     assert ", of 4 pairs each, at most 8,192 tokens" in steps
 

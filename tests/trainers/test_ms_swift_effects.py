@@ -30,7 +30,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.fixture
 def read(paths: tuple[str, str]) -> Any:
     def read(command: str, *words: str) -> Any:
-        rewards = ["--reward_funcs", "accuracy"] if command == "grpo" else []
+        rewards = ["--reward_funcs", "accuracy"] if command in ("grpo", "ppo") else []
         given = ["--model", paths[0], "--dataset", paths[1], "--defaults", "ms-swift", *rewards, *words]
         return load_config(command_named(command).config_type, given)
 
@@ -229,3 +229,35 @@ def test_stop_words_that_are_tokens_end_a_completion(read: Any, paths: tuple[str
     assert read("grpo", "--stop_words", word).stop_token_ids == [known[word]]
     with pytest.raises(ConfigError, match="write stop_token_ids"):
         read("grpo", "--stop_words", word, "Observation:")
+
+
+@pytest.mark.parametrize(
+    ("words", "keeps"),
+    [
+        (["sft"], True),
+        (["sft", "--loss_scale", "last_round"], False),
+        (["sft", "--loss_scale", "last_round", "--preserve_thinking", "true"], True),
+        (["dpo"], False),
+        (["kto"], False),
+        (["cpo"], False),
+        (["rm"], False),
+        (["orpo"], True),
+    ],
+)
+def test_thoughts_of_earlier_answers_stay_where_these_are_learned(
+    read: Any, tmp_path: Path, words: list[str], keeps: bool
+) -> None:
+    """base.py, _get_preserve_thinking; rlhf_args.py, _set_loss_scale."""
+    (tmp_path / "thinks.jinja").write_text(EMPTY_THOUGHTS)
+    assert read(*words, "--chat_template", str(tmp_path / "thinks.jinja")).preserve_thinking is keeps
+    assert read(words[0]).preserve_thinking is None
+
+
+@pytest.mark.parametrize("command", ["grpo", "gkd", "ppo"])
+def test_a_model_that_may_think_is_asked_not_to(read: Any, tmp_path: Path, command: str) -> None:
+    """base.py: enable_thinking is is_thinking and not non_thinking_prefix, and the prefix ends the prompt."""
+    (tmp_path / "thinks.jinja").write_text(EMPTY_THOUGHTS)
+    thinks = [command, "--chat_template", str(tmp_path / "thinks.jinja")]
+    assert read(*thinks).chat_template_kwargs == {"enable_thinking": False}
+    assert read(*thinks, "--enable_thinking", "true").chat_template_kwargs == {"enable_thinking": True}
+    assert read(command).chat_template_kwargs == {}

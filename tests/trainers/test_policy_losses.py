@@ -100,6 +100,10 @@ def loss_by_hand(
                 loss *= weight
             if loss_type == "gmpo":
                 loss = -advantage * geometric
+            if loss_type == "cpgd":
+                bound = math.log(1 + epsilon_high) if advantage > 0 else math.log(1 - epsilon)
+                kept = min(raw[t], bound) if advantage > 0 else max(raw[t], bound)
+                loss = -advantage * (row["old_logps_BT"][t] + kept)
             if loss_type == "gpg":
                 loss = -advantage * row["logps_BT"][t]
             if loss_type == "kl_cov":

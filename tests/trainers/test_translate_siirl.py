@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,34 @@ def test_long_completions_are_punished_as_in_siirl(tmp_path: Path, capsys: pytes
     out, err = translated(with_keys(keys), "run.sh", tmp_path, capsys)
     assert "reward_weights" not in out
     assert "overlong_buffer.enable: only the reward manager dapo reads it" in err
+
+
+@pytest.mark.parametrize(
+    ("estimator", "mode", "loss", "scale", "drift"),
+    [
+        ("cpgd weight_factor_in_cpgd=naive", "cpgd", "cpgd", "none", 0.25),
+        ("cpgd", "vanilla", "bnpo", "group", 0.25),
+        ("grpo", "cpgd", "cpgd", "group", 0.0),
+    ],
+)
+def test_cpgd_is_its_advantages_its_loss_and_its_drift(
+    estimator: str,
+    mode: str,
+    loss: str,
+    scale: str,
+    drift: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keys = f"actor_rollout_ref.actor.policy_loss.loss_mode={mode} algorithm.adv_estimator={estimator}"
+    keys = keys.replace(" weight", " algorithm.weight")
+    text = SIIRL.replace("strategy=megatron", "strategy=fsdp").replace(
+        "policy_drift_coeff=0.001", "policy_drift_coeff=0.25"
+    )
+    text = re.sub(r"actor_rollout_ref.actor.megatron.\S+|\+actor\S+", "", text)
+    out, _ = translated(text.replace("algorithm.weight_factor_in_cpgd='STD_weight'", keys), "run.sh", tmp_path, capsys)
+    found = checked(out, tmp_path)
+    assert (found.loss_type, found.scale_rewards, found.policy_drift_coef) == (loss, scale, drift)
 
 
 @pytest.mark.parametrize("system", ["verl", "siirl", "roll"])
@@ -84,7 +113,11 @@ def test_the_schedule_of_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("before", "after", "told"),
     [
-        ("adv_estimator=\\$ALG", "adv_estimator=cpgd", "algorithm.adv_estimator: CPGD is not built"),
+        (
+            "weight_factor_in_cpgd='STD_weight'",
+            "weight_factor_in_cpgd=clip_filter_like_weight algorithm.adv_estimator=cpgd",
+            "weight_factor_in_cpgd: clip_filter_like_weight is not built (known: STD_weight, naive)",
+        ),
         (
             "algorithm.adv_estimator",
             "algorithm.workflow_type=marft algorithm.adv_estimator",

@@ -77,7 +77,7 @@ def test_what_trl_writes_means_the_same(kind: type[Any], text: str, meant: dict[
     ("kind", "text", "why"),
     [
         (SFTConfig, "load_in_4bit: true", "quantized weights are not trained themselves, and tuner_type is full"),
-        (SFTConfig, "use_peft: true\nload_in_4bit: true\nload_in_8bit: true", "cannot both be true; remove one"),
+        (SFTConfig, "use_peft: true\nload_in_4bit: true\nload_in_8bit: true", "cannot both be true. Remove one"),
         (SFTConfig, "use_peft: true\nbnb_4bit_quant_type: fp4", "bnb_4bit_quant_type is 'fp4', but load_in_4bit is"),
         (DPOConfig, "dataset_streaming: true", "SFT and pretraining stream"),
         (SFTConfig, "dataset_streaming: true", "set max_steps"),

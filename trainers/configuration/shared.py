@@ -384,7 +384,7 @@ def check_shared(config: TrainConfig) -> None:
         )
     if config.warmup_steps and config.warmup_ratio:
         raise ConfigError(
-            f"warmup_steps={config.warmup_steps} and warmup_ratio={config.warmup_ratio} set one thing; remove one"
+            f"warmup_steps={config.warmup_steps} and warmup_ratio={config.warmup_ratio} set the same thing. Remove one."
         )
     if config.peak_tflops is not None and not 0 < config.peak_tflops < math.inf:
         raise ConfigError(f"peak_tflops must be a positive number, got {config.peak_tflops}")

@@ -152,7 +152,7 @@ def _check_quantization(config: TunerConfig) -> None:
     """Raises ConfigError for quantized weights that would be trained themselves, or that no adapter is merged into."""
     bits = [name for name in BITS if getattr(config, name)]
     if len(bits) > 1:
-        raise ConfigError("load_in_4bit and load_in_8bit cannot both be true; remove one")
+        raise ConfigError("load_in_4bit and load_in_8bit cannot both be true. Remove one of them.")
     if bits and config.tuner_type != "lora":
         raise ConfigError(
             f"{bits[0]}: quantized weights are not trained themselves, and tuner_type is {config.tuner_type}. Write "

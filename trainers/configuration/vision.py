@@ -70,7 +70,8 @@ def check_vision(config: VisionConfig) -> None:
         raise ConfigError(f"max_pixels must be at least 1; got {config.max_pixels}")
     if trained_parts(config) and (config.freeze_vit or config.freeze_aligner):
         raise ConfigError(
-            "lora_kwargs: modules_to_save has vit and aligner, but freeze_vit or freeze_aligner is true. Remove one."
+            "lora_kwargs: modules_to_save has vit and aligner, but freeze_vit or freeze_aligner is true. "
+            "Remove one of the two settings."
         )
     told = vision_settings(config)
     for part in told["rates"]:

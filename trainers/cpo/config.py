@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rayhelper import ConfigError
+from trainers.configuration.fixed_rows import AnswersConfig
 from trainers.configuration.roles import TRAIN
-from trainers.configuration.shared import TrainConfig, unread
+from trainers.configuration.shared import unread
 from trainers.configuration.values import at_least
 from trainers.data.rows import TruncationMode
 from trainers.losses.types import CPOLossType
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairConfig(TrainConfig):
+class PairConfig(AnswersConfig):
     """What the three have beside the shared keys: they learn from pairs, without a reference."""
 
     NAMES: ClassVar[tuple[str, ...]] = ()

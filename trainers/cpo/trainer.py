@@ -30,6 +30,7 @@ from trainers.data.images.conversations import COLUMNS
 from trainers.data.images.processor import seen_too
 from trainers.data.packs import batches_of
 from trainers.data.preferences import Preferences, tokenize_preferences, with_prompt
+from trainers.data.texts.thoughts import written
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
 from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_rows
@@ -59,6 +60,7 @@ class CPOTrainer:
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
         self.images = image_reader(config, self.model_path, self.tokenizer)
+        self.writer = written(self.tokenizer, config, self.images)
         self.pairs = self.read(*config.training_data)
         self.eval_pairs = self.read(*config.evaluation_data) if config.evaluates else None
 
@@ -73,7 +75,7 @@ class CPOTrainer:
             )
             pairs = tokenize_preferences(
                 rows,
-                self.tokenizer,
+                self.writer,
                 max_length=config.max_length,
                 truncation_mode=config.truncation_mode,
                 num_proc=config.dataset_num_proc,

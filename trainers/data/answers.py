@@ -4,9 +4,9 @@
 
 An answer begins where the template invites one (the generation prompt) and ends where the template is done with it: its
 end token belongs to it, and what follows up to the next turn. So it is in ms-swift, whose ``loss_scale`` these are:
-``default`` is every answer, ``last_round`` those behind the last turn of a user. A message that says ``loss: true`` or
-``loss: false`` of itself is learned, or is not, whichever it is; its own ``loss_scale`` is the weight of what it says.
-No marks in the template are needed.
+``default`` is every answer, ``last_round`` those behind the last turn of a user or a tool. A message that says
+``loss: true`` or ``loss: false`` of itself is learned, or is not, whichever it is; its own ``loss_scale`` is the weight
+of what it says. No marks in the template are needed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 Turns = Literal["default", "last_round"]
 OWN_KEYS = ("loss", "loss_scale")  # what a message says of itself, for nobody else
+ASKS = ("user", "tool")  # what an answer of the last round answers
 PROBE = "probe"
 Render = Callable[[Sequence[Mapping[str, Any]], bool], str]  # messages, and whether an answer is invited
 
@@ -37,7 +38,7 @@ def answers_of(messages: Sequence[Mapping[str, Any]], render: Render, turns: Tur
         ValueError: ``loss`` of a message that is no answer, or a template that writes an answer in another way once
             further turns follow.
     """
-    last_user = max((k for k, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    last_user = max((k for k, message in enumerate(messages) if message["role"] in ASKS), default=-1)
     whole, answers, ending = render(messages, False), [], None
     queries: list[str] = []
     for place, message in enumerate(messages):
@@ -89,6 +90,7 @@ def _span(messages: Sequence[Mapping[str, Any]], place: int, whole: str, render:
     # The template has left out what the last answer has, such as its thoughts: the answer's end is looked for
     answer = str(messages[place].get("content") or "").split("</think>")[-1].strip()
     found, rest = whole.find(answer, start), until[until.rfind(answer) + len(answer) :]
+    rest = rest if whole.startswith(rest, found + len(answer)) else rest.lstrip()  # behind a trimmed answer
     end = found + len(answer) + len(rest)
     if not answer or found < 0 or not whole.startswith(rest, found + len(answer)):
         raise ValueError(

@@ -10,7 +10,7 @@ the chosen one was judged. Everything here runs on the driver.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -151,7 +151,8 @@ def tokenize_preferences(
         if images is not None:
             for ids in completed:
                 images.check_cut(ids, ids[cut], f"max_length {max_length}")
-        chosen, rejected = ((ids[cut], _from(start, len(ids))[cut]) for ids in completed)
+        begins = [start + num_empty_thoughts(ids[start:], own) for ids in completed]
+        chosen, rejected = ((ids[cut], _from(k, len(ids))[cut]) for k, ids in zip(begins, completed, strict=True))
         return _without_first(chosen), _without_first(rejected)
 
     why = "longer than" if truncation_mode == "drop" else "whose prompt fills"
@@ -299,6 +300,13 @@ def _tokenized(pair: dict[str, Any], tokenizer: Any) -> list[list[int]]:
     if isinstance(prompt, str):
         return [list(tokenizer(prompt)["input_ids"]), *completed]
     return [list(tokenizer.apply_chat_template(_messages(prompt), add_generation_prompt=True, **options)), *completed]
+
+
+def num_empty_thoughts(ids: Sequence[int], tokenizer: Any) -> int:
+    """The tokens of the empty thoughts that ``thoughts.py`` put before an answer, which are not learned."""
+    text = getattr(tokenizer, "empty_thoughts", "")
+    empty = list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+    return len(empty) if list(ids[: len(empty)]) == empty else 0
 
 
 def _from(start: int, length: int) -> list[bool]:

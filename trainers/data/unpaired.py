@@ -22,7 +22,7 @@ from trainers.data.broken_rows import warn_left_out
 from trainers.data.images.conversations import COLUMNS as PICTURES
 from trainers.data.images.pictures import Pictures
 from trainers.data.images.processor import ImageReader
-from trainers.data.preferences import completed_ids
+from trainers.data.preferences import completed_ids, num_empty_thoughts
 from trainers.data.rows import TruncationMode, _common_prefix, _messages, _ragged, _template_options
 
 if TYPE_CHECKING:
@@ -197,7 +197,8 @@ def _encoded(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[in
     else:
         prompt_ids = list(tokenizer.apply_chat_template(_messages(prompt), add_generation_prompt=True, **options))
     start = _common_prefix(prompt_ids, ids)
-    return prompt_ids[:start], ids[start:], bool(row["label"])
+    start += num_empty_thoughts(ids[start:], tokenizer)
+    return ids[:start], ids[start:], bool(row["label"])
 
 
 def _prompt_and_completion(row: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, get_args
 
 from rayhelper import ConfigError
-from trainers.configuration.reference import ReferenceConfig
+from trainers.configuration.fixed_rows import ReferenceConfig
 from trainers.configuration.roles import REFERENCE, TRAIN
 from trainers.configuration.values import at_least, one_of
 from trainers.data.rows import TruncationMode

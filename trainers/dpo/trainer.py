@@ -32,6 +32,7 @@ from trainers.data.images.conversations import COLUMNS
 from trainers.data.images.processor import seen_too
 from trainers.data.packs import batches_of
 from trainers.data.preferences import Preferences, tokenize_preferences, with_prompt
+from trainers.data.texts.thoughts import written
 from trainers.dpo.config import DPOConfig, weighted_losses
 from trainers.dpo.loss import PairCounts, dpo_loss, share_of_dpo_loss
 from trainers.dpo.scores import RunningMean, mean_reward, pair_logps
@@ -101,6 +102,7 @@ class DPOTrainer:
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
         self.images = image_reader(config, self.model_path, self.tokenizer)
+        self.writer = written(self.tokenizer, config, self.images)
         self.reference_path = self.model_path
         if config.ref_model is not None:
             self.reference_path = resolved_models(config, self.model_path, [config.ref_model])[config.ref_model]
@@ -121,7 +123,7 @@ class DPOTrainer:
             )
             return tokenize_preferences(
                 rows,
-                self.tokenizer,
+                self.writer,
                 max_length=config.max_length,
                 truncation_mode=config.truncation_mode,
                 num_proc=config.dataset_num_proc,

@@ -27,8 +27,8 @@ CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "fipo")
 # keyword-only parameters of what is bundled, as ``plugins.constants`` reads them.
 READ_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "importance_sampling_level": ("loss_type", (*CLIPPED, "cispo", "sapo", "vespo")),
-    "epsilon": ("loss_type", (*CLIPPED, "gmpo", "clip_cov", *DPPO)),
-    "epsilon_high": ("loss_type", (*CLIPPED, "cispo", "gmpo", "clip_cov", *DPPO)),
+    "epsilon": ("loss_type", (*CLIPPED, "gmpo", "clip_cov", "cpgd", *DPPO)),
+    "epsilon_high": ("loss_type", (*CLIPPED, "cispo", "gmpo", "clip_cov", "cpgd", *DPPO)),
     "delta": ("loss_type", (*CLIPPED, "clip_cov")),
     "dppo_ratio_cap": ("loss_type", DPPO),
     **{f"clip_cov_{name}": ("loss_type", ("clip_cov",)) for name in ("ratio", "lb", "ub")},

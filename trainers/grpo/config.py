@@ -140,8 +140,8 @@ class GRPOConfig(CompletionConfig):
     # Loss
     loss_type: str | dict[str, Any] = "dapo"
     """The loss of a token and how it is averaged; formulas and papers are in losses/surrogates.py. Bundled: grpo, bnpo,
-    dr_grpo, dapo, cispo, sapo, luspo, vespo, fipo, gmpo, gpg, clip_cov, kl_cov, dppo_tv, dppo_kl. Or the name of a loss
-    that a plugin registered, or {name: ..., argument: value}."""
+    dr_grpo, dapo, cispo, sapo, luspo, vespo, fipo, gmpo, gpg, clip_cov, kl_cov, dppo_tv, dppo_kl, real, cpgd. Or the
+    name of a loss that a plugin registered, or {name: ..., argument: value}."""
     importance_sampling_level: ImportanceLevel = "token"
     """token, sequence (GSPO), sequence_token (GSPO-token), or sequence_product (of the tokens' ratios, RLOO)."""
     beta: float = 0.0
@@ -157,6 +157,8 @@ class GRPOConfig(CompletionConfig):
     """Multiply the KL by the ratio to the old policy, so that its gradient is unbiased off policy."""
     kl_clip_max: float | None = None
     """Largest KL of a token in the loss. A larger KL is cut to it, and has no gradient. null: no limit."""
+    policy_drift_coef: float = 0.0
+    """Weight of CPGD's policy drift, which holds the policy near the old one (arXiv 2505.12504). siiRL: 0.001."""
     mask_truncated_completions: bool = False
     """Leave completions that reached ``max_completion_length`` out of the loss."""
     sapo_temperature_pos: float = 1.0
@@ -503,7 +505,7 @@ def check_loss(config: GRPOConfig) -> None:
     at_least(
         config, 0, "rollout_importance_sampling_clip_min", "rollout_importance_sampling_clip_max", "fipo_clip_range"
     )
-    at_least(config, 0, "kl_cov_coef", "entropy_target")
+    at_least(config, 0, "kl_cov_coef", "entropy_target", "policy_drift_coef")
     at_least(config, 0, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
     at_least(config, 1, "delta", "fipo_safety_threshold", "dppo_ratio_cap")
     for name in ("clip_cov_ratio", "kl_cov_ratio"):

@@ -105,6 +105,7 @@ def grpo_loss(
         beta=0.0 if config.has_kl_in_reward else config.beta,
         use_bias_correction_kl=config.use_bias_correction_kl,
         kl_clip_max=config.kl_clip_max,
+        policy_drift_coef=config.policy_drift_coef,
         rollout_ratios=ratios_BX,
         token_weights=None if token_weights is None else token_weights.to(logps_BT),
         entropy_BT=entropy_BT.detach(),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rayhelper import ConfigError
-from trainers.configuration.reference import ReferenceConfig
+from trainers.configuration.fixed_rows import ReferenceConfig
 from trainers.configuration.roles import REFERENCE, TRAIN
 from trainers.configuration.shared import unread
 from trainers.configuration.values import at_least

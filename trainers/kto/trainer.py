@@ -40,6 +40,7 @@ from trainers.data.broken_rows import judged_mistake, without_broken
 from trainers.data.images.conversations import COLUMNS as PICTURES
 from trainers.data.images.processor import seen_too
 from trainers.data.packs import PackedBatches, batches_of
+from trainers.data.texts.thoughts import written
 from trainers.data.unpaired import COLUMNS, Judged, UnpairedPreferences, tokenize_unpaired
 from trainers.kto.config import KTOConfig
 from trainers.kto.loss import judged_loss
@@ -92,6 +93,7 @@ class KTOTrainer:
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
         self.images = image_reader(config, self.model_path, self.tokenizer)
+        self.writer = written(self.tokenizer, config, self.images)
         self.reference_path = self.model_path
         if config.ref_model is not None:
             self.reference_path = resolved_models(config, self.model_path, [config.ref_model])[config.ref_model]
@@ -112,7 +114,7 @@ class KTOTrainer:
             rows = without_broken(rows, mistake, *COLUMNS, *PICTURES, skip=config.skip_broken_rows)
             return tokenize_unpaired(
                 rows,
-                self.tokenizer,
+                self.writer,
                 max_length=config.max_length,
                 truncation_mode=config.truncation_mode,
                 num_proc=config.dataset_num_proc,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from trainers.losses.policy_terms import importance_ratios, k3_divergence
+from trainers.losses.policy_terms import importance_ratios, k3_divergence, policy_drift
 from trainers.losses.surrogates import PolicyBatch, PolicyTerms
 from trainers.losses.tokens import masked, per_token, present
 from trainers.losses.types import ImportanceLevel, PolicyLoss
@@ -34,7 +34,7 @@ def grpo_normaliser(loss_type: str, *, num_sequences: float, num_tokens: float, 
     ==================  ===========================================  ==============================================
     sequence_means      sequences, each averaged over its tokens     grpo (arXiv 2402.03300), sapo, gmpo
     sequence_sums       sequences, each summed over its tokens       luspo (arXiv 2602.05261)
-    step_tokens         loss tokens of the step                      bnpo, real
+    step_tokens         loss tokens of the step                      bnpo, real, cpgd
     max_length          sequences x max_completion_length            dr_grpo (arXiv 2503.20783)
     tokens              loss tokens, see below                       dapo (arXiv 2503.14476) and the others
     ==================  ===========================================  ==============================================
@@ -87,6 +87,7 @@ def policy_gradient_loss(
     beta: float = 0.0,
     use_bias_correction_kl: bool = True,
     kl_clip_max: float | None = None,
+    policy_drift_coef: float = 0.0,
     rollout_ratios: torch.Tensor | None = None,
     token_weights: torch.Tensor | None = None,
     entropy_BT: torch.Tensor | None = None,
@@ -108,7 +109,7 @@ def policy_gradient_loss(
     ratios into its weight instead. ``selected_BT``: tokens that clip_cov and kl_cov treat differently (``entropy.py``).
     ``beta`` weighs the KL to ``ref_logps_BT``, which is multiplied by c unless ``use_bias_correction_kl`` is off (arXiv
     2512.02556). ``kl_clip_max`` limits the KL of a token. A larger KL has no gradient (ms-swift, verl: 10).
-    ``entropy_BT`` is only reported.
+    ``policy_drift_coef`` weighs ``policy_drift``, beside the KL. ``entropy_BT`` is only reported.
 
     An empty batch and sequences without loss tokens give 0, with a gradient of 0.
 
@@ -141,6 +142,8 @@ def policy_gradient_loss(
         kl_BT = kl_BT * ratios_BX if use_bias_correction_kl else kl_BT
         loss_BX = loss_BX + beta * kl_BT
 
+    if policy_drift_coef:
+        loss_BX = loss_BX + policy_drift_coef * policy_drift(logps, old_logps)
     loss_BT = loss_BX * mask
     if chosen.average == "sequence_means":
         loss_BT = loss_BT / mask.sum(1, keepdim=True).clamp(min=1)

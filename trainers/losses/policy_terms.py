@@ -76,6 +76,15 @@ def importance_ratios(
     return (held(log_ratios_B1).detach() + logps_BT - logps_BT.detach()).exp()
 
 
+def policy_drift(logps_BT: torch.Tensor, old_logps_BT: torch.Tensor) -> torch.Tensor:
+    """sg(min(ratio - 1, 2)) logp: its gradient holds the policy near the old one (CPGD, arXiv 2505.12504, section 3).
+
+    Without the limit it is the gradient of the paper's KL(old || policy), by the estimator k3. The limit is siiRL's.
+    """
+    ratios_BT = held(logps_BT.detach() - old_logps_BT).exp()
+    return (ratios_BT - 1).clamp(max=2.0) * logps_BT
+
+
 def clipped_surrogate(
     ratios: torch.Tensor, advantages: torch.Tensor, epsilon: float, epsilon_high: float, delta: float | None
 ) -> torch.Tensor:

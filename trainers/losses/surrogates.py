@@ -13,6 +13,7 @@ Sizes and masks as in ``policy.py``; the formulas that several losses share are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -149,6 +150,21 @@ def real(batch: PolicyBatch) -> torch.Tensor:
     the gradient of their loss is, by ``rewards/classified.py``.
     """
     return -batch.advantages_BX * (batch.logps_BT - batch.logps_BT.detach())
+
+
+@register_loss("cpgd", average="step_tokens")
+def cpgd(batch: PolicyBatch, *, epsilon: float, epsilon_high: float) -> PolicyTerms:
+    """-A logp, with no gradient where the ratio has gone too far in A's direction: CPGD (arXiv 2505.12504, section 3).
+
+    The log-probability is clipped, not the ratio: no ratio multiplies the gradient. As in siiRL the value contains logp
+    itself, which differs from the paper's log-ratio by a constant. The paper's policy drift is the key
+    ``policy_drift_coef``.
+    """
+    low, high = math.log1p(-epsilon) if epsilon < 1 else -math.inf, math.log1p(epsilon_high)
+    log_ratios_BT, is_good_BX = batch.logps_BT - batch.old_logps_BT, batch.advantages_BX > 0
+    bounded_BT = torch.where(is_good_BX, log_ratios_BT.clamp(max=high), log_ratios_BT.clamp(min=low))
+    clipping = (log_ratios_BT < low) & (batch.advantages_BX < 0), (log_ratios_BT > high) & is_good_BX
+    return PolicyTerms(-batch.advantages_BX * (batch.old_logps_BT + bounded_BT), clipping)
 
 
 @register_loss("clip_cov", average="tokens")

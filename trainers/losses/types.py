@@ -24,6 +24,7 @@ PolicyLossType = Literal[  # bundled ones
     "dppo_tv",
     "dppo_kl",
     "real",
+    "cpgd",
 ]
 Average = Literal["tokens", "step_tokens", "sequence_means", "sequence_sums", "max_length"]
 ImportanceLevel = Literal["token", "sequence", "sequence_token", "sequence_product"]

@@ -371,7 +371,8 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
             )
         if config.freeze_llm and config.has_adapter:
             raise ConfigError(
-                "freeze_llm is true, but an adapter of backend: megatron is only on the language model. Remove one."
+                "freeze_llm is true, but an adapter of backend: megatron is only on the language model. "
+                "Remove freeze_llm or the adapter."
             )
         if config.freeze_llm and config.pipeline_model_parallel_size > 1:
             raise ConfigError(

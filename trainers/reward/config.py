@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from trainers.configuration.fixed_rows import AnswersConfig
 from trainers.configuration.roles import TRAIN
-from trainers.configuration.shared import TrainConfig, unread
+from trainers.configuration.shared import unread
 from trainers.configuration.values import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig(TrainConfig):
+class RewardConfig(AnswersConfig):
     """The keys of reward-model training beside the shared ones. Batch sizes count pairs."""
 
     NAMES: ClassVar = ("reward", "rm")

@@ -115,7 +115,7 @@ def held(folder: Path) -> Iterator[FolderLock]:
         yield lock
         return
     ended = threading.Event()
-    heart = threading.Thread(target=_beat, args=(lock, ended), name="run-lock", daemon=True)
+    heart = threading.Thread(target=_beat, args=(lock, ended), name="rayhelper-lock", daemon=True)
     heart.start()
     try:
         yield lock

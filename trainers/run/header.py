@@ -41,7 +41,9 @@ MOST_LINES = 15
 TOWERS = ("vision_config", "audio_config", "thinker_config")
 MOST_CHARACTERS = 200  # of a line
 # what the order of a run's data counts
-ROWS = {name: name.removeprefix("num_") for name in ("num_rows", "rows", "sequences", "pairs", "completions")}
+ROWS = {
+    name: name.removeprefix("num_") for name in ("num_rows", "rows", "prompts", "sequences", "pairs", "completions")
+}
 
 
 def header(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> list[str]:
@@ -142,8 +144,10 @@ def _rows(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iter
     evaluated = f", evaluated every {every}" if config.eval_dataset and config.evaluates else ""
     seen = counted_of(config.training_data)
     less = f" ({seen.num_read:,} rows were read and {seen.num_left_out:,} left out)" if seen.num_left_out else ""
-    if counts or source:
-        yield f"data: {', '.join(counts) or 'read'}{f' of {source}' if source else ''}{less}{evaluated}"
+    named = [", ".join(counts)] if counts else []
+    named += [str(source)] if source else []
+    if named:
+        yield f"data: {' of '.join(named)}{less}{evaluated}"
 
 
 def _roles(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:

@@ -317,7 +317,7 @@ def ends_with_parent() -> Iterator[None]:
     It sends itself SIGTERM, so that a run saves first, and is gone ``LAUNCHER_GRACE_S`` later whatever it does.
     """
     ended = threading.Event()
-    watch = threading.Thread(target=_watch_parent, args=(os.getppid(), ended), name="launcher-watch", daemon=True)
+    watch = threading.Thread(target=_watch_parent, args=(os.getppid(), ended), name="rayhelper-launcher", daemon=True)
     watch.start()
     try:
         yield

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rayhelper import ConfigError
+from trainers.configuration.fixed_rows import AnswersConfig
 from trainers.configuration.roles import TRAIN
-from trainers.configuration.shared import TrainConfig, unread
+from trainers.configuration.shared import unread
 from trainers.configuration.values import at_least
 from trainers.data.loss_scale import parsed
 from trainers.data.rows import PackingStrategy, TruncationMode
@@ -15,7 +16,7 @@ from trainers.losses.types import SFTLossType
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig(TrainConfig):
+class SFTConfig(AnswersConfig):
     """SFT's keys beside the shared ones."""
 
     ROLES: ClassVar = {"train": TRAIN}
@@ -86,6 +87,8 @@ class SFTConfig(TrainConfig):
             raise ConfigError(str(error)) from None
         if scale is not None and scale.base != "all" and self.completion_only_loss is False:
             raise ConfigError(f"loss_scale {self.loss_scale} learns only answers; remove completion_only_loss: false")
+        if self.assistant_only_loss:
+            unread(self, "assistant_only_loss learns what the chat template marks", "preserve_thinking")
         if scale is not None and scale.base == "all" and self.completion_only_loss:
             raise ConfigError("with loss_scale all, the loss covers every token; remove completion_only_loss")
         at_least(self, 1, "shuffle_buffer_size")

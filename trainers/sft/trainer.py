@@ -29,6 +29,7 @@ from trainers.data.packs import batches_of
 from trainers.data.rows import pack, tokenize_sft
 from trainers.data.streaming import RowStream, StreamedSequences
 from trainers.data.texts.plain import without_template
+from trainers.data.texts.thoughts import written
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
 from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_rows
@@ -63,6 +64,7 @@ class SFTTrainer:
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
         self.images = image_reader(config, self.model_path, self.tokenizer)
+        self.writer = written(self.tokenizer, config, self.images)
         if not config.streaming:
             self.sequences = self.read(*config.training_data)
         found = self.read(*config.evaluation_data) if config.evaluates else None
@@ -83,7 +85,7 @@ class SFTTrainer:
             scale = parsed(config.loss_scale)
             sequences = tokenize_sft(
                 rows,
-                self.tokenizer,
+                self.writer,
                 max_length=None if cuts_rows else config.max_length,
                 truncation_mode=config.truncation_mode,
                 completion_only_loss=False if scale and scale.base == "all" else config.completion_only_loss,

@@ -22,7 +22,8 @@ DEFAULTS = {
     "trainer.project_name": "siirl_examples",
     "trainer.default_local_dir": "checkpoints/siirl_examples/gsm8k",
 }
-OF_CPGD = ("algorithm.weight_factor_in_cpgd", f"{ACTOR}.policy_drift_coeff", "algorithm.adv_estimator_cpgd")
+WEIGHT, DRIFT = "algorithm.weight_factor_in_cpgd", f"{ACTOR}.policy_drift_coeff"
+SCALES_OF_CPGD = {"STD_weight": True, "naive": False}  # of weight_factor_in_cpgd: whether a group's deviation divides
 UNREAD = ("data.gen_batch_size", "algorithm.algorithm_name", "algorithm.filter_groups.max_num_gen_batches")
 
 
@@ -32,6 +33,7 @@ def translate(theirs: Theirs, ours: Ours) -> None:
         theirs.taken |= theirs.values.keys()
         return
     ours.drop(theirs, UNREAD, "siirl does not read it")
+    _cpgd(theirs, ours)
     _filter(theirs, ours)
     if theirs.take("reward_model.reward_manager") == "dapo":
         theirs.rename(OVERLONG)
@@ -51,21 +53,36 @@ def _another_workflow(theirs: Theirs, ours: Ours) -> bool:
     workflow = theirs.take("algorithm.workflow_type", "default")
     if workflow not in ("default", "dapo"):
         ours.refuse("algorithm.workflow_type", f"the workflow {workflow} is not built (known: default, dapo)")
-    estimator, mode = theirs.take("algorithm.adv_estimator"), theirs.take(f"{ACTOR}.policy_loss.loss_mode")
-    if estimator == "cpgd":
-        ours.refuse("algorithm.adv_estimator", "CPGD is not built")
-    elif mode == "cpgd":
-        ours.refuse(f"{ACTOR}.policy_loss.loss_mode", "the loss of CPGD is not built")
-    elif theirs.take(f"{ACTOR}.use_cpgd_loss"):
-        ours.refuse(f"{ACTOR}.use_cpgd_loss", "the loss of CPGD is not built")
-    else:
-        ours.drop(theirs, [*OF_CPGD, f"{ACTOR}.use_cpgd_loss"], "it belongs to CPGD, which this run does not use")
     for name in ("dag.workflow_path", "dag.custom_pipeline_fn"):
         if theirs.take(name):
             ours.refuse(name, "a pipeline of one's own is a trainer of one's own here: docs/own_trainer.md")
     ours.drop(theirs, ["dag.env_enable"], "an environment is the key environment")
     ours.drop(theirs, ["dag.enable_perf"], "metrics have the time of each phase, always")
     return len(ours.mistakes) > before
+
+
+def _cpgd(theirs: Theirs, ours: Ours) -> None:
+    """CPGD: GRPO's advantages, and a drift beside the loss of ``policy_loss.loss_mode``, whatever that is.
+
+    Source: main_dag.py (use_cpgd_loss), dag_worker/core_algos.py, engine/actor/dp_actor.py, the one that has the drift.
+    """
+    is_estimator = theirs.take("algorithm.adv_estimator") == "cpgd"
+    drifts = theirs.take(f"{ACTOR}.use_cpgd_loss", False) or is_estimator
+    if is_estimator:
+        weight = theirs.take(WEIGHT, "STD_weight")
+        if weight not in SCALES_OF_CPGD:
+            known = ", ".join(SCALES_OF_CPGD)
+            ours.refuse(WEIGHT, f"{weight} is not built (known: {known}). It is naive with advantages 3 times as large")
+        theirs.put("algorithm.adv_estimator", "grpo", "algorithm.adv_estimator")
+        theirs.put("algorithm.norm_adv_by_std_in_grpo", SCALES_OF_CPGD.get(weight, True), WEIGHT)
+    ours.drop(theirs, [WEIGHT], "it belongs to the advantages of CPGD, which this run does not use")
+    coefficient = theirs.take(DRIFT, 0.0)
+    if drifts and theirs.take(f"{ACTOR}.strategy") == "megatron":
+        ours.drop(theirs, [DRIFT], "siirl does not read it with the strategy megatron")
+    elif drifts and coefficient:
+        ours.say("policy_drift_coef", coefficient, theirs, DRIFT)
+    ours.drop(theirs, [DRIFT], "it belongs to CPGD, which this run does not use")
+    ours.drop(theirs, [f"{ACTOR}.use_cpgd_loss"], "policy_drift_coef says it")
 
 
 def _filter(theirs: Theirs, ours: Ours) -> None:

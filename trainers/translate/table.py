@@ -21,13 +21,14 @@ class Theirs:
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Takes keys whose names begin so under other names: those that an earlier release had."""
-        for name in list(self.values):
+        renamed: dict[str, str] = {}
+        for name in self.values:
             beginning = next((one for one in names if name == one or name.startswith(f"{one}.")), None)
             if beginning is not None:
-                known = names[beginning] + name.removeprefix(beginning)
-                self.written[known] = name
-        self.values = {**self.values, **{known: self.values[name] for known, name in self.written.items()}}
-        self.taken |= set(self.written.values())
+                renamed[names[beginning] + name.removeprefix(beginning)] = name
+        self.values = {**self.values, **{known: self.values[name] for known, name in renamed.items()}}
+        self.written |= renamed
+        self.taken |= set(renamed.values())
 
     def put(self, name: str, value: Any, written: str) -> None:
         """A key that follows from another one."""

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from rayhelper.device_groups import DeviceGroup, DeviceGroups
@@ -40,7 +41,7 @@ def connect(address: str | None) -> bool:
     """Joins the cluster at ``address``, or starts one on this machine; True if it is ours to stop.
 
     Raises:
-        PlacementError: nobody listens at the address, or no cluster does.
+        PlacementError: nobody listens at the address, or Ray cannot join a cluster there.
     """
     if ray.is_initialized():
         return False
@@ -53,8 +54,8 @@ def connect(address: str | None) -> bool:
         try:
             with ray_on_loopback() if _listens_on_loopback_alone(address) else nullcontext():
                 ray.init(address=address, logging_level=logging.WARNING)
-        except ConnectionError as error:  # a web server or a proxy answers there
-            raise _nobody(address, error) from None
+        except (ConnectionError, RayError) as error:  # a cluster with another token, or a web server or a proxy
+            raise _not_joined(address, error) from None
         return True
     with ray_on_loopback():
         ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
@@ -95,6 +96,17 @@ def _nobody(address: str, error: Exception) -> PlacementError:
     return PlacementError(
         f"no Ray cluster answers at ray_address {address!r} ({error}). Start one there with `ray start --head`, "
         "or correct ray_address (or RAY_ADDRESS). Without it, a cluster starts on this machine."
+    )
+
+
+def _not_joined(address: str, error: Exception) -> PlacementError:
+    mode = os.environ.get("RAY_AUTH_MODE")
+    told = f"RAY_AUTH_MODE is {mode!r}" if mode else "RAY_AUTH_MODE is not set"
+    return PlacementError(
+        f"cannot join a Ray cluster at ray_address {address!r} ({str(error).partition('. ')[0]}). If the cluster uses "
+        f"token authentication, set RAY_AUTH_MODE=token and give its token in RAY_AUTH_TOKEN or ~/.ray/auth_token "
+        f"({told}). If no cluster runs there, start one with `ray start --head`, or correct ray_address "
+        "(or RAY_ADDRESS)."
     )
 
 

@@ -12,6 +12,8 @@
     INFONCE_TEMPERATURE ...       keys of the same names in small letters, of embeddings and rerankers
     sequence_parallel_size        of GRPO: accumulation and generations count all workers there
     loss_scale of SFT             with +ignore_empty_think, where the chat template writes empty thoughts
+    preserve_thinking             true, or false if only the last round is learned, where the template knows thoughts
+    enable_thinking               false in prompts, where the chat template writes empty thoughts
     stop_words                    stop_token_ids, of words that are tokens of their own
     temperature, response_prefix  nothing where nothing is generated
 
@@ -33,6 +35,7 @@ from trainers.configuration.others.ms_swift_pictures import configuration_of, pi
 from trainers.configuration.others.ms_swift_rows import rows_as_there
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 from trainers.configuration.values import read_template
+from trainers.data.texts.thoughts import may_not_think
 
 REWARDS = ("accuracy", "format", "cosine", "repetition", "soft_overlong")
 # Their arguments: keys there, and what the function here calls them
@@ -69,7 +72,7 @@ OF_GENERATION = (  # which ms-swift reads in such a training only with predict_w
 )
 OF_PROMPTS = {"num_labels", "max_negative_samples", "infonce_temperature"}  # trainers whose rows may lack an answer
 THOUGHTS = "disable_ignore_empty_think"
-EMPTY_THOUGHTS = re.compile(r"<think>\s*</think>")
+THINKING = "the chat template, which reads thoughts"
 LIMITED = {"cosine": "max_len", "soft_overlong": "soft_max_length"}  # by max_completion_length, where nobody says
 
 
@@ -87,7 +90,7 @@ def mean_as_there(given: GivenKeys, config_type: type, defaults: Mapping[str, An
     _positions(given)
     _pairs(given)
     _scales(given)
-    _empty_thoughts(given, defaults)
+    _thoughts(given, defaults)
     _without_generation(given)
     _stop_words(given)
     if given.get("dynamic_sample") is True and "dynamic_sample" in given.known:
@@ -150,18 +153,44 @@ def _own_tokens(given: GivenKeys) -> dict[str, int] | None:
     return dict(tokenizer.get_added_vocab())
 
 
-def _empty_thoughts(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
-    """Of models that may think or not: there the empty thoughts of an answer are not learned."""
-    if not {"loss_scale", "packing_strategy"} <= set(given.known):  # SFT alone
+def _thoughts(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    """Of models that think: which thoughts stand in conversations, which are learned, and whether prompts invite them.
+
+    A model that may think or not does not think there, unless ``enable_thinking`` says so.
+    """
+    learns, completes = "preserve_thinking" in given.known, "chat_template_kwargs" in given.known
+    template = _chat_template(given) if learns or completes else ""
+    said_by = "model" if "model" in given.where else "chat_template"
+    if completes and may_not_think(template) and not given.foreign("enable_thinking"):
+        given.put_inner("chat_template_kwargs", "enable_thinking", False, said_by)
+    if not learns:
         return
+    scale = _scale_of_thoughts(given, defaults, template, said_by)
+    if "<think>" in template and given.get("assistant_only_loss") is not True:
+        if given.get("preserve_thinking") is None:
+            given.values["preserve_thinking"] = scale is not None and not scale.startswith("last_round")
+            given.where["preserve_thinking"] = given.where[said_by]
+            given.origins["preserve_thinking"] = THINKING
+        if given.foreign("enable_thinking"):
+            given.take("enable_thinking")
+            given.notes["enable_thinking"] = "the answers of rows are learned as they stand, also in ms-swift"
+    elif given.get("preserve_thinking") is None and given.values.pop("add_non_thinking_prefix", None) is not None:
+        given.notes["add_non_thinking_prefix"] = "the chat template knows no thoughts"
+
+
+def _scale_of_thoughts(given: GivenKeys, defaults: Mapping[str, Any], template: str, said_by: str) -> str | None:
+    """``loss_scale``, with empty thoughts that are not learned; None: of a trainer of pairs, the last round alone."""
+    if "loss_scale" not in given.known:
+        return "default" if "learns_prompts" in given.known else None  # of ORPO, which ms-swift tells apart
     disables = given.foreign(THOUGHTS) and type(given.get(THOUGHTS)) is bool and given.take(THOUGHTS)
     scale = given.get("loss_scale", defaults.get("loss_scale"))
-    if disables or not isinstance(scale, str) or scale == "all" or "ignore_empty_think" in scale:
-        return
-    if EMPTY_THOUGHTS.search(_chat_template(given).replace("\\n", "\n")):
+    if not isinstance(scale, str) or disables or scale == "all" or "ignore_empty_think" in scale:
+        return str(scale)
+    if may_not_think(template):
         given.values["loss_scale"] = f"{scale}+ignore_empty_think"
-        given.where.setdefault("loss_scale", given.where["model"])
+        given.where.setdefault("loss_scale", given.where[said_by])
         given.origins["loss_scale"] = "the chat template, which writes empty thoughts"
+    return scale
 
 
 def _chat_template(given: GivenKeys) -> str:

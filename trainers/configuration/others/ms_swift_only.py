@@ -180,7 +180,8 @@ REFUSED = {
     "custom_dataset_info": "data sets are not registered in a file. Write their paths as dataset, or register a "
     "function in a file of external_plugins",
     "download_mode": "the Hugging Face hub's cache is used. Remove the data from the cache, and remove this key",
-    "preserve_thinking": "the chat template decides which thoughts stay. Write a chat_template, or remove it",
+    "preserve_thinking": "the chat template decides which thoughts of a prompt stay. Write a chat_template, or remove "
+    "it",
     "language_model_only": "name a language model as model. Remove it",
     "csa_dense_mode": "models with compressed sparse attention are not supported. Remove it",
     "save_missing_weights": "all weights of the model are saved. Remove it",

@@ -5,7 +5,16 @@ from __future__ import annotations
 from trainers.translate.table import Ours, Theirs
 from trainers.translate.verl.batches import generations, micro_batches, mini_batches, prompts_of_batches
 from trainers.translate.verl.clipping import UNREAD_CLIP, clip_range, mean_of_tokens
-from trainers.translate.verl.names import ACTOR, AGGREGATIONS, AVERAGED_BY_SEQUENCE, ESTIMATORS, K3, MODES, ROLLOUT
+from trainers.translate.verl.names import (
+    ACTOR,
+    AGGREGATIONS,
+    AVERAGED_BY_SEQUENCE,
+    AVERAGED_BY_STEP,
+    ESTIMATORS,
+    K3,
+    MODES,
+    ROLLOUT,
+)
 from trainers.translate.verl.rewards import fixed_kl
 
 
@@ -61,9 +70,13 @@ def loss(theirs: Theirs, ours: Ours) -> None:
     how = theirs.take(f"{ACTOR}.loss_agg_mode")
     if mode in MODES:
         ours.say("loss_type", MODES[mode], theirs, f"{ACTOR}.policy_loss.loss_mode")
-        if mode not in AVERAGED_BY_SEQUENCE and (how != "token-mean" or mini_batches(theirs) > 1):
+        by_step = mode in AVERAGED_BY_STEP
+        if by_step and how == "token-mean":
+            mean_of_tokens(theirs, ours)
+        elif mode not in AVERAGED_BY_SEQUENCE and (how != "token-mean" or mini_batches(theirs) > 1):
             ours.without[f"the average of {MODES[mode]}"] = (
-                f"over the tokens of a generation; theirs is {how} of a mini-batch"
+                f"over the tokens of {'an optimizer step' if by_step else 'a generation'}; theirs is {how} of a "
+                "mini-batch"
             )
         for name, key in (("clip_cov_ratio",) * 2, ("clip_cov_lb",) * 2, ("clip_cov_ub",) * 2, ("kl_cov_ratio",) * 2):
             if f"{ACTOR}.policy_loss.{name}" in theirs:
@@ -88,7 +101,7 @@ def loss(theirs: Theirs, ours: Ours) -> None:
     if mode == "gspo":
         ours.say("importance_sampling_level", "sequence_token", theirs, f"{ACTOR}.policy_loss.loss_mode")
     (low_value, low), (high_value, high) = clip_range(theirs)
-    if MODES.get(mode) in (None, "gmpo", "clip_cov", "dppo_tv", "dppo_kl"):
+    if MODES.get(mode) in (None, "gmpo", "clip_cov", "dppo_tv", "dppo_kl", "cpgd"):
         ours.say("epsilon", low_value, theirs, low)
         if high_value != low_value:
             ours.say("epsilon_high", high_value, theirs, high)

@@ -116,7 +116,9 @@ MODES = {  # of policy_loss.loss_mode, whose aggregation is the loss's own; gspo
     "dppo_kl": "dppo_kl",
     "cispo": "cispo",
     "sapo": "sapo",
+    "cpgd": "cpgd",  # siiRL's
 }
+AVERAGED_BY_STEP = ("cpgd",)  # here over the tokens of an optimizer step, as token-mean
 OF_ENGINE = (  # of ROLLOUT: what an engine apart from the policy reads
     *("gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enforce_eager"),
     *("enable_prefix_caching", "enable_chunked_prefill", "disable_log_stats", "free_cache_engine", "engine_kwargs"),

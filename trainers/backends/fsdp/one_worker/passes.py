@@ -7,11 +7,15 @@ row is documents that nobody looks at. The head and the loss, which differ from 
     first pass of a shape    as ever, from the buffers of the shape
     second one               captured, then as all that follow:
     others                   buffers are filled; forward graph; head, loss and their gradient; backward graph
+
+A shape takes seconds to compile and capture. So a row that fits into a shape that is there runs in it, as long as rows
+like it are few or nearly as long: the last batch of an epoch does not wait for a shape of its own.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -27,6 +31,8 @@ from trainers.backends.scores.scorer import Scorer, ValueScorer
 MOST = 8  # shapes that are kept; with another one the oldest goes
 SHORTEST = 128  # tokens of the longest document, rounded up to a power of two: how far kernels look
 FEWEST = 16  # documents of a row, rounded up likewise
+OFTEN = 64  # passes that run in a longer shape before they get one of their own
+NEARLY = 1.25  # times as long: they never get one
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +49,15 @@ class Shape(NamedTuple):
     length: int  # of the row
     num_documents: int
     longest: int
+
+    def holds(self, inputs: Inputs) -> bool:
+        """Whether a row of this shape has room for these documents and the padding behind them."""
+        assert inputs.document_starts is not None
+        return (
+            inputs.input_ids_BT.shape[1] <= self.length
+            and inputs.longest_document <= self.longest
+            and _num_documents(inputs, self.length, self.longest) <= self.num_documents
+        )
 
 
 @dataclass
@@ -76,6 +91,7 @@ class Passes:
         self.is_on = True
         self.length = 0  # of the rows of this step
         self.passes: dict[Shape, Pass] = {}
+        self.lent: Counter[Shape] = Counter()  # passes of a shape that ran in another one
         self.buffer: torch.Tensor | None = None  # of gradients, all shapes' own
         self.pool: Any = None
         self.stream: Any = None
@@ -116,15 +132,18 @@ class Passes:
     def clear(self) -> None:
         """Forgets all graphs: weights lie elsewhere from now on."""
         self.passes.clear()
+        self.lent.clear()
         self.buffer = self.pool = None
 
     def _shape(self, inputs: Inputs) -> Shape:
         longest = max(SHORTEST, power_of_two(inputs.longest_document))
-        assert inputs.document_starts is not None
-        padding = -(-(self.length - inputs.input_ids_BT.shape[1]) // longest)
-        return Shape(
-            self.length, max(FEWEST, power_of_two(len(inputs.document_starts) - 1 + padding)), min(longest, self.length)
-        )
+        num_documents = max(FEWEST, power_of_two(_num_documents(inputs, self.length, longest)))
+        own = Shape(self.length, num_documents, min(longest, self.length))
+        nearest = min((shape for shape in self.passes if shape.holds(inputs)), default=own)
+        if own in self.passes or nearest == own:
+            return own
+        self.lent[own] += 1
+        return nearest if nearest.length <= NEARLY * own.length or self.lent[own] <= OFTEN else own
 
     def _captured(self, known: Pass) -> bool:
         weights, device = self.weights, known.inputs.input_ids_BT.device
@@ -212,6 +231,12 @@ def rounded(num_tokens: int) -> int:
 def power_of_two(number: int) -> int:
     """The next, or the number itself."""
     return 1 << max(0, number - 1).bit_length()
+
+
+def _num_documents(inputs: Inputs, length: int, longest: int) -> int:
+    """Of a row of this length, those of padding included."""
+    assert inputs.document_starts is not None
+    return len(inputs.document_starts) - 1 - (inputs.input_ids_BT.shape[1] - length) // longest
 
 
 def _pass_of(shape: Shape, device: torch.device) -> Pass:

@@ -1,4 +1,4 @@
-"""The keys of trainers that score fixed rows with a reference model (DPO, KTO), and which values have a meaning.
+"""The keys of trainers that learn fixed answers: their thoughts, and the reference model that scores them (DPO, KTO).
 
 Imports no torch.
 """
@@ -13,7 +13,26 @@ from trainers.configuration.values import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceConfig(TrainConfig):
+class AnswersConfig(TrainConfig):
+    """What conversations with thoughts become, beside the shared keys."""
+
+    # Data
+    preserve_thinking: bool | None = None
+    """Thoughts (<think>...</think>) of earlier answers in a conversation. true: they stay, as in the rows. false: they
+    are removed, up to the last turn of the user or a tool. null: the chat template decides about all thoughts. With
+    true or false, preference trainers do not learn empty thoughts."""
+    add_non_thinking_prefix: bool = True
+    """With preserve_thinking: true or false. Put empty thoughts before answers without thoughts, if the chat template
+    can write empty thoughts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.preserve_thinking is None:
+            unread(self, "preserve_thinking is null", "add_non_thinking_prefix")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig(AnswersConfig):
     """The keys of the reference model beside the shared ones."""
 
     # Reference

@@ -31,6 +31,8 @@ from trainers.configuration.others.other_names import ALIASES, is_neutral
 from trainers.configuration.reading.command_line import load_config
 from trainers.configuration.reading.folders import configuration_named
 
+logger = logging.getLogger("trainers.configuration")  # which says what is not needed here
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # Another value than the default, where the type does not say one
@@ -205,8 +207,9 @@ class Outcome:
 def outcomes() -> Iterator[Outcome]:
     """Every field of every class."""
     with tempfile.TemporaryDirectory() as folder:
-        here = os.getcwd()
+        here, level = os.getcwd(), logger.level
         os.chdir(folder)
+        logger.setLevel(logging.INFO)  # once: it goes through all loggers of the process
         try:
             Path("rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
             Path("others.jsonl").write_text('{"prompt": "c", "completion": "d"}\n')
@@ -216,6 +219,7 @@ def outcomes() -> Iterator[Outcome]:
                     for field in dataclasses.fields(owner):
                         yield outcome(trainer, owner, field)
         finally:
+            logger.setLevel(level)
             os.chdir(here)
 
 
@@ -265,10 +269,7 @@ def read(trainer: str, name: str, value: Any, beside: dict[str, Any], *, at_defa
     told = logging.Handler()
     lines: list[str] = []
     told.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("trainers.configuration")
     logger.addHandler(told)
-    level = logger.level
-    logger.setLevel(logging.INFO)
     plain = without_field(
         config_type, yaml.safe_dump({**base, **{k: beside[k] for k in beside if k not in stands_for}})
     )
@@ -280,7 +281,6 @@ def read(trainer: str, name: str, value: Any, beside: dict[str, Any], *, at_defa
         return ("unknown" if is_unknown else "refused"), str(error)
     finally:
         logger.removeHandler(told)
-        logger.setLevel(level)
     own = ALIASES.get(name, name)
     if (
         name in CHANGES_NOTHING

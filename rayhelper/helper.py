@@ -18,6 +18,7 @@ from rayhelper.roles.runtime import OFF, Runtime, Shard, WorkerInfo, state
 from rayhelper.values import dispatch as dispatching
 from rayhelper.watch.watchdog import warn_s
 from rayhelper.worker.process_group import join_process_group
+from rayhelper.worker.random_streams import drawing_nothing
 
 RUNTIMES = ("ray", "torchrun", "inprocess", "off")
 
@@ -145,7 +146,8 @@ class RayHelper:
                     " that calls it when imported. Put the call under `if __name__ == '__main__':`."
                 )
             raise RayHelperError("RayHelper.initialize was called twice; call RayHelper.teardown() in between")
-        state.active = _started(groups, runtime, ray_address, trace, strict)
+        with drawing_nothing():
+            state.active = _started(groups, runtime, ray_address, trace, strict)
 
     @staticmethod
     @contextlib.contextmanager
@@ -186,7 +188,8 @@ class RayHelper:
     def teardown() -> None:
         """Stops every worker and frees every placement group. Does nothing while Ray is off."""
         if state.active is not None:
-            state.active.teardown()
+            with drawing_nothing():
+                state.active.teardown()
 
     @staticmethod
     def current() -> WorkerInfo:

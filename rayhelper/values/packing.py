@@ -221,16 +221,28 @@ def _referring_pickler() -> type[Any]:
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
-            return reference_to(value) or _imported(value) or super().reducer_override(value)  # type: ignore[no-untyped-call]
+            return reference_to(value) or _foreign(value) or super().reducer_override(value)  # type: ignore[no-untyped-call]
 
     return Pickler
 
 
-def _imported(value: Any) -> tuple[Any, ...] | None:
-    """How modules of a class of their own are pickled (``torch.backends.cudnn``), which cloudpickle does not know."""
+def _foreign(value: Any) -> tuple[Any, ...] | None:
+    """How two kinds of objects are pickled that cloudpickle does not know.
+
+    Modules of a class of their own (``torch.backends.cudnn``), and cached properties, which hold a lock in Python 3.11.
+    """
+    if type(value) is functools.cached_property:
+        return _cached_property, (value.func, value.attrname)
     if not isinstance(value, ModuleType) or type(value) is ModuleType or sys.modules.get(value.__name__) is not value:
         return None
     return importlib.import_module, (value.__name__,)
+
+
+def _cached_property(function: Any, name: str | None) -> functools.cached_property[Any]:
+    found = functools.cached_property(function)
+    if name is not None:
+        found.__set_name__(object, name)
+    return found
 
 
 def _reduced(value: Any) -> tuple[Any, ...] | None:

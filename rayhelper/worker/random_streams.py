@@ -16,7 +16,7 @@ import hashlib
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,6 +68,16 @@ class RandomState(NamedTuple):
             torch.cuda.manual_seed_all(self.seed)  # waits for CUDA to be used, and does nothing without it
         with generators.paused:
             torch.set_rng_state(torch.from_numpy(self.torch.copy()))
+
+
+@contextlib.contextmanager
+def drawing_nothing() -> Iterator[None]:
+    """Python's and NumPy's generators end where they were. Ray draws from them, and so does the import of rich."""
+    before = RandomState.here()
+    try:
+        yield
+    finally:
+        before.restore(("python", "numpy"))
 
 
 class NewRandom(NamedTuple):

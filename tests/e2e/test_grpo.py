@@ -21,7 +21,7 @@ from tests.e2e.test_workers import injected_samples
 from tests.golden.tiny import save_tiny
 from tests.trainers.test_reward_models import save_reward_model
 from trainers.backends.fsdp.token_room import TokenRoom
-from trainers.batch import Ragged, Samples
+from trainers.batch import Ragged, Rollouts, Samples
 from trainers.cli import placement
 from trainers.grpo import trainer as grpo
 from trainers.grpo.config import GRPOConfig
@@ -256,6 +256,17 @@ def test_prompts_rewarded_alike_give_way_to_the_next_ones(models: dict[str, str]
     assert told[-1]["epoch"] == 22 / 6
 
 
+def test_one_reward_decides_which_prompts_give_way(models: dict[str, str], tmp_path: Path) -> None:
+    """Another reward differs in every group: with the sum of both, no prompt would give way."""
+    keys = {"reward_funcs": [shared_fate, "tests.e2e.runs.shortness", "tests.e2e.runs.evenness"], "max_steps": 1}
+    config = dynamic(models, tmp_path, **keys, dynamic_sample="shared_fate")
+    trainer = NotingTrainer(config)
+    trainer.train()
+    assert (trainer.drawn, trainer.learned) == ([[0, 1], [2]], [[0, 2]])
+    with pytest.raises(ConfigError, match="compares the rewards 'fate', and this run has none of that name"):
+        GRPOTrainer.check(dataclasses.replace(config, dynamic_sample="fate"), None)
+
+
 def test_prompts_rewarded_alike_fill_up_when_the_tries_are_used_up(models: dict[str, str], tmp_path: Path) -> None:
     trainer = NotingTrainer(dynamic(models, tmp_path, max_resample_times=1, max_steps=2))
     trainer.train()
@@ -319,6 +330,28 @@ def test_each_reward_is_looked_at_where_each_is_normalised_alone() -> None:
     assert differing_groups(rewards_BK, weights_K, 2, "sum_then_normalize").tolist() == [False, False]
     weightless = np.array([[1, 0], [1, 2], [1, np.nan], [1, np.nan]], np.float32)
     assert differing_groups(weightless, np.array([1, 0]), 2, "normalize_then_sum").tolist() == [False, False]
+
+
+def test_the_loss_counts_prompts_of_medium_difficulty_alone(models: dict[str, str], tmp_path: Path) -> None:
+    """What ROLL's own difficulty_mask says of these scores with 0.25 and 0.95: the limits themselves are left out."""
+    scores_PG = np.array([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], [0.5, 0.5, 0, 0], [0.1] * 4])
+    keys = {"num_generations": 4, "difficulty_range": [0.25, 0.95], "beta": 0.0}
+    config = grpo_config(models["policy"], tmp_path, **keys, advantage_estimator="reinforce_plus_plus_token")
+    rollouts = Rollouts(
+        prompt_ids=Ragged.of([[1]] * 24, np.int64),
+        completion_ids=Ragged.of([[2, 3]] * 24, np.int64),
+        rollout_logps=Ragged.of([[-1.0, -1.0]] * 24, np.float32),
+        truncated=np.zeros(24, bool),
+    )
+    samples = dataclasses.replace(rollouts.samples(), old_logps=rollouts.rollout_logps)
+    samples, metrics = credit(config, samples, scores_PG.reshape(24, 1), np.ones(1), ["one"])
+    assert samples.loss_mask is not None
+    assert [bool(row.all()) for row in samples.loss_mask] == [8 <= place < 12 for place in range(24)]
+    assert metrics.values()["difficulty_kept"] == pytest.approx(1 / 6)
+    assert isinstance(samples.advantages, Ragged)
+    assert samples.advantages.values[samples.loss_mask.values].mean() == pytest.approx(0, abs=1e-6)
+    with pytest.raises(ConfigError, match=r"difficulty_range must be \[lowest, highest\]"):
+        grpo_config(models["policy"], tmp_path, difficulty_range=[0.9, 0.1])
 
 
 def test_a_step_without_tokens_leaves_the_entropy_coefficient(models: dict[str, str], tmp_path: Path) -> None:

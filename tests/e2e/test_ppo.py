@@ -313,6 +313,18 @@ def test_lambdas_of_vapo_reach_policy_and_critic(model: str, tmp_path: Path) -> 
     assert "policy/lam" not in plain
 
 
+def test_a_kl_in_the_loss_needs_a_reference_and_no_kl_in_the_reward(model: str, tmp_path: Path) -> None:
+    """The first step is taken by the reference itself; later ones have gone away from it."""
+    keys = {"kl_coef": 0.0, "kl_loss_coef": 10.0, "kl_clip_max": 10.0, "max_steps": 4, "value_max_grad_norm": 1e-3}
+    trainer = PPOTrainer(ppo_config(model, tmp_path, **keys))
+    trainer.train()
+    first, *_, last = [line for line in lines(tmp_path) if "policy/kl_loss_avg" in line]
+    assert (first["policy/kl_loss_avg"], first["objective/non_score_reward"]) == (pytest.approx(0, abs=1e-6), 0)
+    assert last["policy/kl_loss_avg"] > 1e-6
+    limits = [part.backend.max_grad_norm for part in (trainer.policy, trainer.critic)]
+    assert limits == [trainer.config.max_grad_norm, 1e-3]
+
+
 def test_a_plan_goes_through_every_completion_once_an_epoch() -> None:
     config = PPOConfig(
         model="m",

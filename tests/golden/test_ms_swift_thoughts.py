@@ -56,14 +56,21 @@ def test_conversations_have_the_tokens_and_targets_of_ms_swift(template: str) ->
     assert compared == 25
 
 
-@pytest.mark.parametrize("case", RECORDED["pairs"], ids=lambda case: f"{case['template']}: {case['name']}")
+@pytest.mark.parametrize(
+    "case", RECORDED["pairs"], ids=lambda case: f"{case['template']} {case['loss_scale']}: {case['name']}"
+)
 def test_pairs_have_the_tokens_and_targets_of_ms_swift(case: dict[str, Any]) -> None:
-    tokenizer = tokenizer_of(case["template"], keeps=False, adds_empty="last")
+    learns_answers = case["loss_scale"] == "default"
+    adds: Any = "every" if learns_answers else "last"
+    tokenizer = tokenizer_of(case["template"], keeps=learns_answers, adds_empty=adds)
     rejected = [{"role": "assistant", "content": case["rejected_response"]}]
     row = {"prompt": case["messages"][:-1], "chosen": case["messages"][-1:], "rejected": rejected}
-    pairs = tokenize_preferences(Dataset.from_list([row]), tokenizer, max_length=None)
+    rows = Dataset.from_list([row])
+    pairs = tokenize_preferences(rows, tokenizer, max_length=None, learns_answers=learns_answers)
     assert_is(case["chosen"], pairs.chosen_ids[0], pairs.chosen_mask[0])
     assert_is(case["rejected"], pairs.rejected_ids[0], pairs.rejected_mask[0])
+    if learns_answers:  # ORPO alone
+        return
     rows = Dataset.from_list([{"messages": case["messages"], "label": True}])
     judged = tokenize_unpaired(rows, tokenizer).judged(max_length=None)
     assert_is(case["chosen"], judged.input_ids[0], judged.target_mask[0])

@@ -59,6 +59,23 @@ def test_advantages_returns_and_losses_are_those_of_verl() -> None:
         entropy_BT=torch.zeros_like(drawn["logps"]),
     )
     assert loss.item() == pytest.approx(WANTED["policy_loss"], abs=1e-6)
+    with_kl, seen = ppo_policy_loss(
+        drawn["logps"],
+        drawn["old_logps"],
+        samples.advantages.padded(),
+        drawn["mask"],
+        cliprange=verl.CLIP_LOW,
+        cliprange_high=verl.CLIP_HIGH,
+        delta=verl.CLIP_C,
+        normaliser=lengths.sum(),
+        entropy_BT=torch.zeros_like(drawn["logps"]),
+        ref_logps_BT=3 * drawn["ref_logps"],
+        kl_loss_coef=0.5,
+        kl_clip_max=10.0,
+    )
+    assert with_kl.item() == pytest.approx(WANTED["policy_loss"] + 0.5 * WANTED["kl_loss"], abs=1e-5)
+    assert seen.kl is not None
+    assert seen.kl.item() / lengths.sum() == pytest.approx(WANTED["kl_loss"], rel=1e-5)
     value, _ = ppo_value_loss(
         drawn["values"],
         drawn["old_values"],

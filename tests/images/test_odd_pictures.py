@@ -256,7 +256,7 @@ def test_a_processor_that_asks_its_part_for_videos_is_refused(tmp_path: Path, mo
     MiniCPMV4_6Config().save_pretrained(tmp_path)
     MiniCPMV4_6ImageProcessorPil().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"MiniCPMV4_6Processor of .* cannot be without a part for videos"):
+    with pytest.raises(ValueError, match=r"MiniCPMV4_6Processor of .* cannot be loaded without its part for videos"):
         load_processor(str(tmp_path))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import os
+import pickle
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from ray import cloudpickle
 
 from rayhelper import RayHelper, RoleError
 from rayhelper.runtimes.ray.modules.sources import sources_of, unlike_modules
+from rayhelper.values.packing import dumps
 from tests.conftest import RaySession, without_runtime
 
 ONE = {"g": {"device": "CPU", "ranks": 1, "workers": ["train"]}}
@@ -278,3 +281,19 @@ def test_a_helper_that_holds_what_cannot_travel_is_named(ray_session: RaySession
             RoleError, match=rf"'{helper.__name__}' \(.*\.py\).*cannot pickle.*importable on every node"
         ):
             user.User()
+
+
+def test_a_cached_property_travels_by_value() -> None:
+    """In Python 3.11 it holds a lock, which cannot be pickled."""
+
+    class Table:
+        @functools.cached_property
+        def rows(self) -> list[int]:
+            return [1, 2]
+
+    class Same:
+        rows = pickle.loads(dumps(vars(Table)["rows"]))
+
+    table = Same()
+    assert table.rows == [1, 2]
+    assert table.rows is table.rows

@@ -78,7 +78,7 @@ def test_who_writes_to_the_store_cannot_name_a_file_of_its_own(name: bytes, tmp_
     store = dist.HashStore()
     store.add("key of node 0", 1)
     store.set("file of node 0", name)
-    with pytest.raises(ConfigError, match=r"another program writes to the store|set RAYHELPER_KEY"):
+    with pytest.raises(ConfigError, match=r"Another program writes to the store|set RAYHELPER_KEY"):
         RunKey(store)
 
 

@@ -18,6 +18,7 @@ from tests import warm
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
+import random
 import sys
 from dataclasses import dataclass
 import helper_module
@@ -60,6 +61,10 @@ class Pipeline:
             if item % 2:
                 raise OddError(item, "odd")
         return items
+
+    @RayHelper.function(group="sampler", execute="first")
+    def drawn(self):
+        return random.random()
 
     def run(self, items):
         samples = self.sample(items)
@@ -109,6 +114,7 @@ def parts():
 
 def main():
     pipeline = Pipeline()
+    print(round(pipeline.drawn(), 6))
     print(pipeline.run([1, 2, 3, 4, 5]))
     parts()
     try:
@@ -117,9 +123,10 @@ def main():
         print("odd:", error.value)
 
 if __name__ == "__main__":
+    random.seed(5)
     if sys.argv[1] == "ray":
         sys.executable = sys.argv[2]  # what starts Ray's processes and workers
-        RayHelper.initialize(GROUPS)
+    RayHelper.initialize(GROUPS, runtime=sys.argv[1])
     main()
 """
 
@@ -173,11 +180,12 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert not alive, [process.cmdline() for process in alive]
 
 
-def test_a_program_prints_the_same_off_and_with_ray(tmp_path: Path) -> None:
+def test_a_program_prints_the_same_off_in_process_and_with_ray(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "helper_module.py").write_text("def square(x):\n    return x * x\n")
     off = run(tmp_path, "program.py", "off")
-    assert off == "[2, 5, 10, 17, 26]\n[10, 20]\n[[(2, 1), (4, 1)], [(3, 1), (6, 1)]] True\nodd: 5\n"
+    assert off == "0.622902\n[2, 5, 10, 17, 26]\n[10, 20]\n[[(2, 1), (4, 1)], [(3, 1), (6, 1)]] True\nodd: 5\n"
+    assert run(tmp_path, "program.py", "inprocess") == off
     assert run(tmp_path, "program.py", "ray", warm.python()) == off
 
 

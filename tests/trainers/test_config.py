@@ -52,7 +52,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"torch_compile": True, "activation_memory_budget": 1.5}, ["activation_memory_budget", "[0, 1]", "1.5"]),
     ({"logits_memory_gib": -1}, ["logits_memory_gib", "at least 0", "-1"]),
     ({"activation_memory_budget": 0.5}, ["activation_memory_budget is 0.5", "torch_compile is not true"]),
-    ({"warmup_ratio": 0.1, "warmup_steps": 5}, ["warmup_ratio=0.1", "warmup_steps=5", "remove one"]),
+    ({"warmup_ratio": 0.1, "warmup_steps": 5}, ["warmup_ratio=0.1", "warmup_steps=5", "Remove one"]),
     ({"max_steps": 0, "num_train_epochs": 0}, ["nothing would be trained", "max_steps", "num_train_epochs"]),
     (
         {"global_batch_size": 64, "gradient_accumulation_steps": 2},

@@ -261,3 +261,12 @@ def test_a_model_that_may_think_is_asked_not_to(read: Any, tmp_path: Path, comma
     assert read(*thinks).chat_template_kwargs == {"enable_thinking": False}
     assert read(*thinks, "--enable_thinking", "true").chat_template_kwargs == {"enable_thinking": True}
     assert read(command).chat_template_kwargs == {}
+
+
+def test_keys_of_trackers_are_variables_that_these_read(read: Any) -> None:
+    """megatron_args.py, sft_args.py: swanlab_token is SWANLAB_API_KEY."""
+    words = ["--wandb_project", "p", "--swanlab_project", "q", "--swanlab_token", "secret"]
+    assert read("sft", *words).env == {"WANDB_PROJECT": "p", "SWANLAB_PROJECT": "q", "SWANLAB_API_KEY": "secret"}
+    assert read("grpo", "--env", '{"A": "b"}', "--wandb_project", "p").env == {"A": "b", "WANDB_PROJECT": "p"}
+    with pytest.raises(ConfigError, match="remove one of them"):
+        read("sft", "--env", '{"WANDB_PROJECT": "q"}', "--wandb_project", "p")

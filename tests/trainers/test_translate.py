@@ -267,8 +267,12 @@ def test_the_environment_sets_what_a_script_leaves_open(
         ("DRAWS=4", "if [ $1 ]; then DRAWS=8; fi", "under a condition"),
         ("trainer.nnodes=2", "trainer.nnodes=2 trainer.unheard_of=1", "unknown key trainer.unheard_of"),
         ("adv_estimator=grpo", "adv_estimator=gae", "PPO draws one completion of each prompt, not 4"),
-        ("adv_estimator=grpo", "adv_estimator=gae", "use_kl_loss: PPO has the KL in the reward"),
-        ("adv_estimator=grpo", "adv_estimator=gae critic.grad_clip=0.5", "it is 0.5 for the critic and 1.0"),
+        ("adv_estimator=grpo", "adv_estimator=gae critic.ppo_epochs=5", "it is 5 for the critic and 1"),
+        (
+            "adv_estimator=grpo",
+            "adv_estimator=gae actor_rollout_ref.actor.kl_loss_type=mse",
+            "kl_loss_type: mse is not built",
+        ),
         ("adv_estimator=grpo", "adv_estimator=vtrace", "vtrace is not translated (known: gae, which is PPO"),
         (
             "verl.trainer.main_ppo algorithm.adv_estimator=grpo",
@@ -294,8 +298,9 @@ def test_nothing_is_guessed(old: str, new: str, why: str, tmp_path: Path, capsys
 def test_ppo_of_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its default advantages; what the critic shares with the policy is left out, and the rest is ours."""
     text = SCRIPT.replace("algorithm.adv_estimator=grpo", "critic.model.path=org/critic critic.optim.lr=2e-5")
-    text = text.replace("DRAWS=4", "DRAWS=1").replace("use_kl_loss=True", "use_kl_loss=False")
-    more = "critic.optim.lr_warmup_steps_ratio=0.05 critic.ppo_micro_batch_size_per_gpu=32 algorithm.lam=0.95"
+    text = text.replace("DRAWS=4", "DRAWS=1").replace("kl_loss_coef=0.01", "kl_loss_coef=0.02")
+    more = "critic.grad_clip=0.5 critic.optim.lr_warmup_steps_ratio=0.05 critic.ppo_micro_batch_size_per_gpu=32"
+    more += " algorithm.lam=0.95"
     text = text.replace("data.truncation='error'", f"{more} algorithm.use_kl_in_reward=True data.truncation='error'")
     out, err = translated(text, "run.sh", tmp_path, capsys)
     assert "# rayhelper ppo --config" in out
@@ -304,6 +309,7 @@ def test_ppo_of_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     meant |= {"score_on_last_token": True, "vf_coef": 1.0, "cliprange_value": 0.5, "kl_coef": 0.001, "lam": 0.95}
     meant |= {"cliprange": 0.2, "cliprange_high": 0.28, "delta": 3.0, "gamma": 1.0, "temperature": 1.0}
     meant |= {"value_model": "org/critic", "value_learning_rate": 2e-5, "value_warmup_ratio": 0.05}
+    meant |= {"kl_loss_coef": 0.02, "kl_clip_max": 10.0, "value_max_grad_norm": 0.5, "max_grad_norm": 1.0}
     assert {key: found[key] for key in meant} == meant
     assert "critic.ppo_micro_batch_size_per_gpu: the critic learns in micro-batches of the policy's size" in err
     config = checked(out, tmp_path, "ppo")
@@ -408,8 +414,7 @@ def test_a_pipeline_of_roll(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("further", "told"),
     [
-        ("train_env_manager: {max_env_num_per_worker: 16}", "of ROLL's agentic pipeline, and only RLVR is translated"),
-        ("sft_train: {training_args: {learning_rate: 1.0e-5}}", "rayhelper sft"),
+        ("train_env_manager: {max_env_num_per_worker: 16}", "of ROLL's agentic pipeline. RLVR and SFT are translated"),
         ("chosen_key: chosen", "rayhelper dpo"),
         ("student_train: {}\nstudent: {infer_batch_size: 1}", "rayhelper gkd"),
         ("async_generation_ratio: 1", "max_staleness: 1 into the translated file"),

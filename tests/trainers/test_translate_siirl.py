@@ -67,6 +67,23 @@ def test_cpgd_is_its_advantages_its_loss_and_its_drift(
     assert (found.loss_type, found.scale_rewards, found.policy_drift_coef) == (loss, scale, drift)
 
 
+@pytest.mark.parametrize(
+    ("metric", "more", "meant"),
+    [
+        ("acc", "", "ground_truth"),
+        ("acc", "custom_reward_function.path=rule.py custom_reward_function.name=judge", "judge"),
+        ("seq_reward", "", True),
+    ],
+)
+def test_prompts_are_chosen_by_the_metric_of_dapo(
+    metric: str, more: str, meant: str | bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = f"algorithm.workflow_type=dapo algorithm.filter_groups.enable=True algorithm.filter_groups.metric={metric}"
+    out, err = translated(with_keys(f"{keys} {more}"), "run.sh", tmp_path, capsys)
+    assert checked(out, tmp_path).dynamic_sample == meant
+    assert "keeps the others for the next step" in err
+
+
 @pytest.mark.parametrize("system", ["verl", "siirl", "roll"])
 def test_a_file_without_any_key_of_its_system_is_no_configuration(
     system: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -125,8 +142,9 @@ def test_the_schedule_of_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[
         ),
         (
             "algorithm.adv_estimator",
-            "algorithm.workflow_type=dapo algorithm.filter_groups.enable=True algorithm.adv_estimator",
-            "Translate the script with filter_groups.enable=False, and write dynamic_sample: true",
+            "algorithm.workflow_type=dapo algorithm.filter_groups.enable=True algorithm.filter_groups.metric=len "
+            "algorithm.adv_estimator",
+            "filter_groups.metric: len is not built (known: acc, seq_reward, seq_final_reward)",
         ),
     ],
 )

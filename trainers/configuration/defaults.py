@@ -271,7 +271,7 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
             lambda keys: keys.get("rollout_importance_sampling_mode") is not None,
         ),
     ),
-    "ORPOConfig": (Default("learns_prompts", False, "swift/rlhf_trainers/rlhf_mixin.py"),),
+    "ORPOConfig": (Default("learns_prompts", "answers", "swift/rlhf_trainers/rlhf_mixin.py"),),
     "CPOConfig": (Default("simpo_gamma", 1.0, RLHF, lambda keys: keys.get("loss_type") == "simpo"),),
     "GKDConfig": (
         Default("dataloader_drop_last", True, "swift/rlhf_trainers/gkd_trainer.py"),

@@ -437,9 +437,9 @@ def check_sections(groups: DeviceGroups) -> None:
 
 def changed(config: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """The named keys that have another value than their default, and that value; what is no key has none."""
-    for one in fields(config):
+    for one in [one for one in fields(config) if one.name in names]:
         default = one.default if one.default_factory is MISSING else one.default_factory()
-        if one.name in names and getattr(config, one.name) != default:
+        if getattr(config, one.name) != default:
             yield one.name, getattr(config, one.name)
 
 

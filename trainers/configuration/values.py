@@ -37,7 +37,17 @@ AT_MOST = {  # numbers beyond them are accepted by every formula, and mean nothi
     **dict.fromkeys(("epsilon", "epsilon_high"), 1000.0),  # a ratio above is a token that the policy did not draw
     **dict.fromkeys(  # weights of terms of a loss, or of a reward
         (
-            *("beta", "kl_coef", "vf_coef", "entropy_coef", "entropy_coef_min", "entropy_coef_max", "kl_cov_coef"),
+            *(
+                "beta",
+                "kl_coef",
+                "kl_loss_coef",
+                "vf_coef",
+                "entropy_coef",
+                "entropy_coef_min",
+                "entropy_coef_max",
+                "kl_cov_coef",
+                "policy_drift_coef",
+            ),
             *("teacher_kl_coef", "rpo_alpha", "cpo_alpha", "sft_alpha", "simpo_gamma", "desirable_weight"),
             *("undesirable_weight", "center_rewards_coefficient", "router_aux_loss_coef", "discopop_tau"),
         ),
@@ -123,7 +133,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
     What a key with a choice may be, ``check_choices`` says, with the nearest of its values.
     """
-    origin, members = get_origin(hint), get_args(hint)
+    origin, members = _parts_of(hint)
     if hint is Any or origin is Literal:
         return True
     if origin in (Union, UnionType):
@@ -140,6 +150,12 @@ def _fits(value: Any, hint: Any) -> bool:
         kind = numbers.Integral if hint is int else numbers.Real
         return isinstance(value, kind) and not isinstance(value, bool)
     return hint is NoneType and value is None if not isinstance(hint, type) else isinstance(value, hint)
+
+
+@functools.lru_cache(maxsize=256)
+def _parts_of(hint: Hashable) -> tuple[Any, tuple[Any, ...]]:
+    """Its origin and its arguments: of all that is checked, reading these takes longest."""
+    return get_origin(hint), get_args(hint)
 
 
 def _check_numbers(name: str, value: Any) -> None:
@@ -320,12 +336,22 @@ def check_source(name: str, source: Any, split: str, default: str) -> None:
 
 def check_choices(config: Any) -> None:
     """Raises ConfigError for a key that has none of the values it may have: Python checks no types."""
-    for name, hint in types_of(type(config)).items():
+    for name, (allowed, others) in _choices_of(type(config)).items():  # type: ignore[arg-type]  # a class can be hashed
+        value = getattr(config, name)
+        if type(value) not in others:
+            one_of(name, value, allowed)
+
+
+@functools.lru_cache(maxsize=64)
+def _choices_of(config_type: Hashable) -> Mapping[str, tuple[list[Any], list[type]]]:
+    """Of each key with a choice: the values that it may have, and the types of which every value may be."""
+    found: dict[str, tuple[list[Any], list[type]]] = {}
+    for name, hint in _types_of(config_type).items():
         kinds = [hint, *get_args(hint)]
         allowed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
-        value = getattr(config, name)
-        if allowed and type(value) not in (kind for kind in kinds if kind in (bool, int, NoneType)):
-            one_of(name, value, allowed)
+        if allowed:
+            found[name] = (allowed, [kind for kind in kinds if kind in (bool, int, NoneType)])
+    return MappingProxyType(found)
 
 
 def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from rayhelper import ConfigError
 from trainers.configuration.fixed_rows import AnswersConfig
@@ -114,6 +114,6 @@ class ORPOConfig(PairConfig):
     output_dir: str = "outputs/orpo"
 
     # Loss
-    learns_prompts: bool = True
-    """Whether the likelihood also counts the prompt, as in TRL. false: only the chosen completion, as in the paper and
-    in ms-swift."""
+    learns_prompts: bool | Literal["answers"] = True
+    """Whether the likelihood also counts the prompt, as in TRL. false: only the chosen completion, as in the paper.
+    answers: the loss also counts earlier answers of the conversation, as in ms-swift."""

@@ -67,6 +67,7 @@ class CPOTrainer:
     def read(self, source: Any, split: str) -> Preferences:
         """The pairs of a dataset."""
         config = self.config
+        learned = config.learns_prompts if isinstance(config, ORPOConfig) else False
         rows = read_rows(config, source, split, self.images)
         with mistakes_of("dataset"):
             columns = ("chosen", "rejected", "prompt", "margin", *COLUMNS)
@@ -80,9 +81,9 @@ class CPOTrainer:
                 truncation_mode=config.truncation_mode,
                 num_proc=config.dataset_num_proc,
                 images=self.images,
+                learns_answers=learned == "answers",
             )
-        learns_prompts = isinstance(config, ORPOConfig) and config.learns_prompts
-        return pairs.with_prompt_targets() if learns_prompts else pairs
+        return pairs.with_prompt_targets() if learned is True else pairs
 
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""

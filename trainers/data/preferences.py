@@ -20,7 +20,8 @@ from trainers.batch import Batch, Ragged, Sequences
 from trainers.data.broken_rows import warn_left_out
 from trainers.data.images.pictures import Pictures
 from trainers.data.images.processor import ImageReader
-from trainers.data.rows import TruncationMode, _common_prefix, _messages, _ragged, _template_options
+from trainers.data.loss_scale import parsed
+from trainers.data.rows import SFTEncoder, TruncationMode, _common_prefix, _messages, _ragged, _template_options
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -124,6 +125,7 @@ def tokenize_preferences(
     truncation_mode: TruncationMode = "keep_start",
     num_proc: int | None = None,
     images: ImageReader | None = None,
+    learns_answers: bool = False,
 ) -> Preferences:
     """One pair a row and, as targets, the tokens of its completions: TRL's DPO preparation.
 
@@ -132,7 +134,8 @@ def tokenize_preferences(
     to ``max_length`` tokens; with ``keep_start``, rows whose prompt fills it are dropped, and with ``drop`` rows with a
     longer sequence, with one line in the log. The first token of a sequence is no target. A text completion of a
     conversation is a turn of the assistant. ``images``: of a model that sees pictures, which prompts may have; a pair
-    whose pictures would be cut raises ValueError.
+    whose pictures would be cut raises ValueError. ``learns_answers``: of conversations, the answers in the prompt are
+    targets of both sequences too, as in ms-swift's ORPO.
 
     Raises ValueError for rows that are no pairs, naming the first, or if none is left.
     """
@@ -151,8 +154,12 @@ def tokenize_preferences(
         if images is not None:
             for ids in completed:
                 images.check_cut(ids, ids[cut], f"max_length {max_length}")
-        begins = [start + num_empty_thoughts(ids[start:], own) for ids in completed]
-        chosen, rejected = ((ids[cut], _from(k, len(ids))[cut]) for k, ids in zip(begins, completed, strict=True))
+        if learns_answers and not isinstance(pair["prompt"], str):
+            sides = [_answered(pair, name, own) for name in ("chosen", "rejected")]
+        else:
+            begins = [start + num_empty_thoughts(ids[start:], own) for ids in completed]
+            sides = [(ids, _from(begin, len(ids))) for begin, ids in zip(begins, completed, strict=True)]
+        chosen, rejected = ((ids[cut], mask[cut]) for ids, mask in sides)
         return _without_first(chosen), _without_first(rejected)
 
     why = "longer than" if truncation_mode == "drop" else "whose prompt fills"
@@ -307,6 +314,15 @@ def num_empty_thoughts(ids: Sequence[int], tokenizer: Any) -> int:
     text = getattr(tokenizer, "empty_thoughts", "")
     empty = list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
     return len(empty) if list(ids[: len(empty)]) == empty else 0
+
+
+def _answered(pair: Mapping[str, Any], name: str, tokenizer: Any) -> Tokens:
+    """The tokens of prompt and completion, of which all answers are learned."""
+    scale = parsed("default+ignore_empty_think" if getattr(tokenizer, "empty_thoughts", "") else "default")
+    encoder = SFTEncoder(tokenizer, None, None, False, "text", tokenizer.eos_token, scale)
+    others = {key: value for key, value in pair.items() if key not in ("prompt", "chosen", "rejected")}
+    ids, weights = encoder({**others, "messages": [*pair["prompt"], *pair[name]]})
+    return ids, [weight > 0 for weight in weights]
 
 
 def _from(start: int, length: int) -> list[bool]:

@@ -253,7 +253,7 @@ def tokenize_sft(
                 if images is not None:
                     row, pictures = images.placed(row)
                     own = images.tokenizer(pictures)
-                row_ids, row_weights = _SFTEncoder(own, *told)(row)
+                row_ids, row_weights = SFTEncoder(own, *told)(row)
                 if images is not None and longest is None:
                     images.check_cut(row_ids, row_ids[cut], f"max_length {max_length}")
                 if images is not None and pictures and (assistant_only_loss or loss_scale is not None):
@@ -296,7 +296,7 @@ def tokenize_sft(
 
 
 @dataclass(frozen=True)
-class _SFTEncoder:
+class SFTEncoder:
     """Token ids of a row, and how much each counts in the loss."""
 
     tokenizer: Any

@@ -108,9 +108,13 @@ def check_dpo(config: DPOConfig) -> None:
         ("nll_batch_size", "loss_type: sft, or rpo_alpha, without packing,", "sft" in types and not config.packing),
     ):
         if getattr(config, name) != defaults[name] and not is_used:
-            raise ConfigError(f"{name} is {getattr(config, name)}, which only {user} uses; set that, or remove it")
+            raise ConfigError(
+                f"{name} is {getattr(config, name)}, which only {user} uses. Remove {name}, or change the other key."
+            )
     if config.bco_shift and config.ld_alpha is not None:
-        raise ConfigError("bco_shift is a mean over whole completions, and ld_alpha weighs their tokens. Remove one.")
+        raise ConfigError(
+            "bco_shift is a mean over whole completions, and ld_alpha weighs their tokens. Remove one of the two."
+        )
     _check_loss(config, types, weights)
 
 

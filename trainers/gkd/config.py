@@ -126,7 +126,9 @@ def check_gkd(config: GKDConfig) -> None:
         if not 0 <= getattr(config, name) <= 1:
             raise ConfigError(f"{name} must lie in [0, 1], got {getattr(config, name)}")
     if not 0 < config.temperature < math.inf:
-        raise ConfigError(f"temperature must be positive, got {config.temperature}: both models' logits are divided")
+        raise ConfigError(
+            f"temperature must be positive, got {config.temperature}: both models' logits are divided by it"
+        )
     at_least(config, 0, "sft_alpha", "max_staleness")
     at_least(config, 1, "gkd_logits_topk")
     at_least(config, 1, "per_device_eval_batch_size")
@@ -147,7 +149,7 @@ def _check_teacher_engine(config: GKDConfig) -> None:
     check_init_kwargs("teacher_model_init_kwargs", config.teacher_model_init_kwargs, "trust_remote_code")
     if config.teacher_engine == "hf":
         if config.teacher_engine_kwargs:
-            raise ConfigError("teacher_engine_kwargs is for teacher_engine: vllm; set that, or remove it")
+            raise ConfigError("teacher_engine_kwargs is for teacher_engine: vllm. Set this engine, or remove the key.")
         return
     if config.teacher_model is None:
         raise ConfigError(
@@ -202,7 +204,7 @@ def _check_unused(config: GKDConfig) -> None:
             f"from them (lmbda={config.lmbda}, seq_kd={config.seq_kd}). Lower lmbda, or remove sft_alpha."
         )
     if config.gkd_logits_topk is None and not config.gkd_topk_add_tail:
-        raise ConfigError("gkd_topk_add_tail is for gkd_logits_topk; set that, or remove it")
+        raise ConfigError("gkd_topk_add_tail is for gkd_logits_topk. Set gkd_logits_topk, or remove gkd_topk_add_tail.")
     if config.gkd_logits_topk == 1 and not config.gkd_topk_add_tail:
         raise ConfigError("gkd_logits_topk=1 without its tail compares nothing: set gkd_topk_add_tail, or a larger k")
     for name in ("offload_teacher_model", "teacher_model_init_kwargs"):

@@ -10,6 +10,8 @@ from rayhelper import ConfigError, DeviceGroups
 from trainers.configuration.mistakes import mistakes_of
 from trainers.grpo.config import GRPOConfig
 from trainers.plugins import load_plugins
+from trainers.rewards.functions import numbered, resolve_rewards
+from trainers.rewards.models import model_name
 from trainers.rollout.environments import Environment
 from trainers.rollout.schedulers import environment_named, is_scheduler
 from trainers.rollout.tool_calls import tool_call_parser
@@ -36,6 +38,21 @@ def environment_of(config: GRPOConfig, tokenizer: Any = None) -> Callable[[], En
         )
     with mistakes_of("environment"):
         return environment_named(config.environment, max_turns=config.turn_limit, tokenizer=tokenizer)
+
+
+def check_sampled(config: GRPOConfig) -> None:
+    """Raises ConfigError if dynamic_sample names a reward that is not there."""
+    if not isinstance(config.dynamic_sample, str):
+        return
+    names = numbered(
+        [*(name for _, name in resolve_rewards(config.functions)[0]), *map(model_name, config.reward_model)]
+    )
+    names += ["environment"] * config.is_rewarded_by_environment
+    if config.dynamic_sample not in names:
+        raise ConfigError(
+            f"dynamic_sample compares the rewards {config.dynamic_sample!r}, and this run has none of that name "
+            f"(known: {', '.join(names)}). Write one of them, or true for the weighted sum of all."
+        )
 
 
 def check_used(config: GRPOConfig, groups: DeviceGroups | None) -> None:

@@ -87,7 +87,7 @@ def check_read(config: Any) -> None:
     """
     for name, (key, readers) in READ_BY.items():
         value = getattr(config, key)
-        chosen = str(named(value)[0]) if key in REGISTRIES else str(value)
+        chosen = str(named(value)[0]) if key in REGISTRIES else str(bool(value))
         if key in REGISTRIES and chosen not in REGISTRIES[key][1]:
             continue
         if chosen not in readers:
@@ -96,7 +96,7 @@ def check_read(config: Any) -> None:
 
 def check_unset(config: Any, name: str, unread_with: str, hint: str, key: str) -> None:
     """Raises ConfigError if a key that nothing looks at has another value than its default."""
-    default = next(one.default for one in fields(config) if one.name == name)
+    default = config.__dataclass_fields__[name].default
     if getattr(config, name) != default:
         raise ConfigError(
             f"{name} is {getattr(config, name)}, which has no effect with {unread_with}{hint}. Remove it, or set {key}."
@@ -115,7 +115,9 @@ def check_real(config: Any) -> None:
     judges_tokens = named(config.advantage_estimator)[0] == "reinforce_plus_plus_token"
     if config.teacher_model is not None or judges_tokens:
         name = "advantage_estimator" if judges_tokens else "teacher_model"
-        raise ConfigError(f"loss_type: real classifies whole completions, and {name} judges tokens. Remove one.")
+        raise ConfigError(
+            f"loss_type: real classifies whole completions, and {name} judges tokens. Remove one of the two."
+        )
     if config.num_generations < 2:
         raise ConfigError("loss_type: real classifies the completions of a prompt: num_generations must be at least 2")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from rayhelper import ConfigError
@@ -12,6 +12,7 @@ from trainers.configuration.completion import CompletionConfig, check_episodes, 
 from trainers.configuration.roles import REFERENCE, REWARD, ROLLOUT, TEACHER, TRAIN
 from trainers.configuration.values import at_least, check_folder
 from trainers.grpo.choices import CLIPPED, REGISTRIES, check_plugged, check_read, check_real, is_known
+from trainers.grpo.off_policy import check_correction, check_rejection
 from trainers.losses.types import ImportanceLevel, RolloutCorrection, RolloutRejection
 from trainers.plugins import ADVANTAGES, named, parameters
 from trainers.rewards.advantages import Aggregation, Scale
@@ -60,8 +61,9 @@ class GRPOConfig(CompletionConfig):
     effect only with Ray. Without Ray, processes generate and train in turn."""
 
     # Generation
-    dynamic_sample: bool = False
-    """Replace prompts whose completions have equal rewards by the next prompts of the data (arXiv 2503.14476)."""
+    dynamic_sample: bool | str = False
+    """Replace prompts whose completions have equal rewards by the next prompts of the data (arXiv 2503.14476). The name
+    of a reward, as in the metric rewards/NAME/mean: only this reward is compared."""
     max_resample_times: int = 3
     """How often ``dynamic_sample`` may draw more prompts. After that, prompts with equal rewards fill the
     generation."""
@@ -161,6 +163,9 @@ class GRPOConfig(CompletionConfig):
     """Weight of CPGD's policy drift, which holds the policy near the old one (arXiv 2505.12504). siiRL: 0.001."""
     mask_truncated_completions: bool = False
     """Leave completions that reached ``max_completion_length`` out of the loss."""
+    difficulty_range: list[float] | None = None
+    """Leave the completions of a prompt out of the loss, unless their mean reward is between these two numbers, for
+    example [0.1, 0.95]. null: all prompts are learned from."""
     sapo_temperature_pos: float = 1.0
     """Steepness of sapo's gate for positive advantages."""
     sapo_temperature_neg: float = 1.05
@@ -353,40 +358,6 @@ def check_grpo(config: GRPOConfig) -> None:
     check_turns(config)
 
 
-def check_correction(config: GRPOConfig) -> None:
-    """Raises ConfigError for bounds of a correction that is not there."""
-    defaults = {one.name: one.default for one in fields(GRPOConfig)}
-    if config.rollout_correction is None:
-        for name in ("mode", "clip_max", "clip_min"):
-            name = f"rollout_importance_sampling_{name}"
-            if getattr(config, name) != defaults[name]:
-                raise ConfigError(f"{name} is set, but rollout_importance_sampling_correction is not. Set both.")
-
-
-def check_rejection(config: GRPOConfig) -> None:
-    """Raises ConfigError for bounds that are missing, that nothing reads, or that nothing lies between."""
-    kind, low, high = config.rollout_rejection, config.rollout_rejection_min, config.rollout_rejection_max
-    if kind is None:
-        if low is not None or high is not None:
-            raise ConfigError(
-                "rollout_rejection_min and _max are bounds of rollout_rejection, which is not set. Set it."
-            )
-        return
-    if high is None:
-        raise ConfigError(
-            f"rollout_rejection={kind} needs rollout_rejection_max, the largest value that stays. Set it."
-        )
-    if not kind.endswith("_k1") and low is not None:
-        raise ConfigError(f"rollout_rejection_min is only for k1; {kind} is never negative. Remove it.")
-    if high <= 0 or (low is not None and low <= 0):
-        raise ConfigError("rollout_rejection_min and rollout_rejection_max must be positive")
-    if kind.endswith("_k1") and (1 / high if low is None else low) > high:
-        raise ConfigError(
-            f"rollout_rejection_max={high} leaves nothing above rollout_rejection_min="
-            f"{'1 / rollout_rejection_max' if low is None else low}: a correct engine has ratios of 1"
-        )
-
-
 def check_rewards(config: GRPOConfig) -> None:
     if not config.num_rewards:
         raise ConfigError(
@@ -422,9 +393,11 @@ def check_sampling(config: GRPOConfig) -> None:
             "weight_sync_interval is set, but max_staleness is 0: nothing is completed while the policy learns. "
             "Set max_staleness: 1, or remove it."
         )
-    at_least(config, 1, "num_iterations")
     at_least(config, 1, "num_generations", "generation_batch_size", "steps_per_generation", "num_generations_eval")
-    at_least(config, 1, "max_resample_times")
+    at_least(config, 1, "num_iterations", "max_resample_times")
+    bounds = config.difficulty_range
+    if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
+        raise ConfigError(f"difficulty_range must be [lowest, highest] mean reward of a prompt, got {bounds}")
     if config.dynamic_sample and config.num_generations < 2:
         raise ConfigError("dynamic_sample compares the completions of a prompt: num_generations must be at least 2")
 

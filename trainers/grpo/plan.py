@@ -83,7 +83,7 @@ class GenerationPlan:
             config.num_iterations,
             config.max_steps,
             config.num_train_epochs,
-            config.dynamic_sample,
+            bool(config.dynamic_sample),
         )
 
     def check_rows(self) -> None:

@@ -19,6 +19,7 @@ from trainers.rewards.advantages import (
     Aggregation,
     add_reward_metrics,
     add_teacher,
+    known_mean,
     sequence_kl,
     total_rewards,
 )
@@ -64,6 +65,14 @@ def differing_groups(
     return differs_P
 
 
+def differing_prompts(config: GRPOConfig, explored: Rewarded, names: list[str], weights_K: np.ndarray) -> np.ndarray:
+    """(P,) bool: as ``differing_groups``, by all rewards or by the one that ``dynamic_sample`` names."""
+    assert explored.rewards is not None
+    if isinstance(config.dynamic_sample, str):
+        weights_K = np.array([float(name == config.dynamic_sample) for name in names], np.float32)
+    return differing_groups(explored.rewards, weights_K, config.num_generations, config.multi_objective_aggregation)
+
+
 def fullest(explored: Rewarded, differs_P: np.ndarray, num_prompts: int, num_generations: int) -> Rewarded:
     """The completions of ``num_prompts`` prompts: those that tell something, in order, then others to fill up."""
     chosen_P = np.argsort(~differs_P, kind="stable")[:num_prompts]
@@ -82,6 +91,8 @@ def credit(
     """The samples of a generation with their advantages, without what no loss looks at, and what was seen."""
     assert rewards_BK is not None, "completions are rewarded first"
     metrics = Metrics()
+    if config.difficulty_range is not None:  # first: a batch's statistics are of tokens that the loss counts
+        samples = with_medium_prompts(config, samples, total_rewards(rewards_BK, weights_K), metrics)
     kl = None
     if config.has_kl_in_reward:
         kl_B = sequence_kl(asked(samples.old_logps), asked(samples.ref_logps), samples.loss_mask)
@@ -129,6 +140,18 @@ def with_policy_mask(chunk: Samples, top_entropy_quantile: float) -> Samples:
     threshold = entropy_threshold(entropies.values[counted], top_entropy_quantile)
     chosen = Ragged(counted & (entropies.values >= threshold), entropies.offsets)
     return dataclasses.replace(chunk, policy_mask=chosen, entropies=None)
+
+
+def with_medium_prompts(config: GRPOConfig, samples: Samples, rewards_B: np.ndarray, metrics: Metrics) -> Samples:
+    """The samples, where the loss counts no token of prompts whose mean reward is outside ``difficulty_range``."""
+    assert config.difficulty_range is not None
+    low, high = config.difficulty_range
+    means_P = known_mean(rewards_B.reshape(-1, config.num_generations), axis=1)[:, 0]
+    kept_P = (low < means_P) & (means_P < high)
+    metrics.mean("difficulty_kept", float(kept_P.sum()), len(kept_P))
+    mask = asked(samples.loss_mask)
+    kept = kept_P.repeat(config.num_generations).repeat(mask.lengths)
+    return dataclasses.replace(samples, loss_mask=Ragged(mask.values & kept, mask.offsets))
 
 
 def with_accepted(config: GRPOConfig, samples: Samples, metrics: Metrics) -> Samples:

@@ -44,12 +44,12 @@ from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import order_of
 from trainers.data.batches import Batches, DrawnRows
 from trainers.data.rows import prompt_of
-from trainers.grpo.checks import check_used, environment_of
+from trainers.grpo.checks import check_sampled, check_used, environment_of
 from trainers.grpo.config import GRPOConfig, check_chosen
 from trainers.grpo.entropy_coefficient import EntropyCoefficient
 from trainers.grpo.loss import grpo_loss, step_numbers
 from trainers.grpo.plan import GenerationPlan, RowStream
-from trainers.grpo.samples import Rewarded, credit, differing_groups, fullest, with_selection, with_slopes
+from trainers.grpo.samples import Rewarded, credit, differing_prompts, fullest, with_selection, with_slopes
 from trainers.metrics import Metrics
 from trainers.parts.checks import (
     check_before_start,
@@ -121,6 +121,7 @@ class GRPOTrainer:
             environment_of(config, tokenizer_there(config))
         check_staleness(config.max_staleness, groups)
         check_used(config, groups)
+        check_sampled(config)
         GenerationPlan.of(config, 1, num_train_shards(config, groups), saved_order(config))
 
     @RayHelper.function(group="driver")
@@ -276,11 +277,7 @@ class GRPOTrainer:
 
     def differing(self, explored: Rewarded) -> np.ndarray:
         """(P,) bool: prompts whose completions are not all rewarded alike."""
-        config = self.config
-        assert explored.rewards is not None
-        return differing_groups(
-            explored.rewards, self.rewarder.weights, config.num_generations, config.multi_objective_aggregation
-        )
+        return differing_prompts(self.config, explored, self.rewarder.names, self.rewarder.weights)
 
     def started(self, places: np.ndarray, run: Run, generation: int, attempt: int = 0) -> Started:
         """G completions of the rows at ``places`` are begun, by the policy as it is now."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trainers.losses.policy_terms import k3_divergence
 from trainers.losses.tokens import held, masked, present
 from trainers.metrics import Metrics
 
@@ -27,6 +28,7 @@ class PPODiagnostics:
     ratio_excess: torch.Tensor  # ratio - 1
     squared_ratio_excess: torch.Tensor
     entropy: torch.Tensor
+    kl: torch.Tensor | None = None  # to the reference, where the loss has it
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,16 @@ def ppo_policy_loss(
     entropy_BT: torch.Tensor,
     cliprange_high: float | None = None,
     delta: float | None = None,
+    ref_logps_BT: torch.Tensor | None = None,
+    kl_loss_coef: float = 0.0,
+    kl_clip_max: float | None = None,
 ) -> tuple[torch.Tensor, PPODiagnostics]:
     """sum max(-A c, -A clip(c, 1 - cliprange, 1 + cliprange)) / normaliser with c = exp(logp - old), and diagnostics.
 
     logp - old is clipped to [-20, 20] (``tokens.held``). ``normaliser`` counts the loss tokens of the whole optimizer
     step. ``entropy_BT`` is only reported. ``cliprange_high``: another range above 1. ``delta``: where A is negative a
-    term is at most -A delta (dual clip, arXiv 1912.09729, equation 5). Departures from TRL: TRL averages over each
+    term is at most -A delta (dual clip, arXiv 1912.09729, equation 5). ``kl_loss_coef`` weighs
+    the KL (k3) to ``ref_logps_BT``, of each token at most ``kl_clip_max``. Departures from TRL: TRL averages over each
     micro-batch, and then over micro-batches. Its approxkl, entropy and ratio also count padding.
 
     Raises: ValueError for shapes other than the mask's.
@@ -69,6 +75,11 @@ def ppo_policy_loss(
     losses_BT = torch.maximum(free_BT, clipped_BT)
     if delta is not None:
         losses_BT = torch.where(advantages < 0, torch.minimum(losses_BT, -advantages * delta), losses_BT)
+    kl_BT = None
+    if ref_logps_BT is not None:
+        kl_BT = k3_divergence(masked(logps_BT, mask, "logps_BT"), masked(ref_logps_BT, mask, "ref_logps_BT"))
+        kl_BT = kl_BT.clamp(max=kl_clip_max) if kl_clip_max is not None else kl_BT
+        losses_BT = losses_BT + kl_loss_coef * kl_BT
     loss = losses_BT.sum() / (normaliser or 1.0)
     with torch.no_grad():
         excess_BT = log_ratios_BT.expm1()
@@ -80,6 +91,7 @@ def ppo_policy_loss(
             ratio_excess=excess_BT.sum(),
             squared_ratio_excess=excess_BT.square().sum(),
             entropy=masked(entropy_BT, mask, "entropy_BT").sum(),
+            kl=None if kl_BT is None else kl_BT.sum(),
         )
     return loss, diagnostics
 
@@ -118,6 +130,8 @@ def add_ppo_metrics(metrics: Metrics, diagnostics: PPODiagnostics) -> None:
     metrics.mean("policy/clipfrac_avg", seen["clipped"], tokens)
     metrics.mean("policy/approxkl_avg", seen["approxkl"], tokens)
     metrics.mean("policy/entropy_avg", seen["entropy"], tokens)
+    if "kl" in seen:
+        metrics.mean("policy/kl_loss_avg", seen["kl"], tokens)
     metrics.mean("val/ratio", tokens.double() + seen["ratio_excess"], tokens)
     metrics.mean(SQUARED_RATIO_EXCESS, seen["squared_ratio_excess"], tokens)
 

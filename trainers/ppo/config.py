@@ -37,6 +37,8 @@ class PPOConfig(CompletionConfig):
     """Learning rate of the critic. null: ``learning_rate``."""
     value_warmup_ratio: float | None = None
     """Share of all steps that are warm-up of the critic. null: the warm-up of the policy."""
+    value_max_grad_norm: float | None = None
+    """Largest gradient norm of the critic. null: ``max_grad_norm``."""
     ref_model: str | None = None
     """The reference model of the KL. null: the starting policy."""
 
@@ -67,7 +69,8 @@ class PPOConfig(CompletionConfig):
     missing_eos_penalty: float | None = None
     """Subtracted from the score of completions that reached ``max_completion_length``. null: nothing."""
     kl_coef: float = 0.05
-    """Weight of the KL to the reference model in the rewards of tokens. 0: no reference model is loaded."""
+    """Weight of the KL to the reference model in the rewards of tokens. If ``kl_loss_coef`` is also 0, no reference
+    model is loaded."""
     kl_estimator: KLEstimator = "k1"
     """k1 (unbiased), or k3 (never negative, less variance)."""
     score_on_last_token: bool = False
@@ -93,6 +96,11 @@ class PPOConfig(CompletionConfig):
     """Upper clip range. null: ``cliprange``."""
     delta: float | None = None
     """Upper limit of the ratio for negative advantages (dual-clip PPO, arXiv 1912.09729). null: no limit."""
+    kl_loss_coef: float = 0.0
+    """Weight of the KL (k3) to the reference model in the policy's loss, beside ``kl_coef`` in the rewards."""
+    kl_clip_max: float | None = None
+    """With ``kl_loss_coef``: the largest KL of a token. A larger KL is cut to it, and has no gradient. null: no
+    limit."""
     cliprange_value: float = 0.2
     """The critic's value may differ from its old value by at most cliprange_value."""
     vf_coef: float = 0.1
@@ -123,6 +131,15 @@ class PPOConfig(CompletionConfig):
         return policys_own or math.ceil(ratio * num_steps)
 
     @property
+    def critic_max_grad_norm(self) -> float:
+        return self.max_grad_norm if self.value_max_grad_norm is None else self.value_max_grad_norm
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a KL asks for log-probabilities of a reference."""
+        return bool(self.kl_coef or self.kl_loss_coef)
+
+    @property
     def is_own_reference(self) -> bool:
         """Whether the reference is the policy without its LoRA adapter."""
         return self.has_adapter and self.ref_model is None
@@ -146,8 +163,12 @@ def check_ppo(config: PPOConfig) -> None:
             f"reward_weights has {len(config.reward_weights)} values for {num_rewards} rewards "
             "(reward_funcs, and reward_model as the last)"
         )
-    if config.ref_model is not None and not config.kl_coef:
+    if config.ref_model is not None and not config.has_reference:
         raise ConfigError("ref_model is set, but kl_coef is 0, so it would have no effect. Remove one of them.")
+    if config.kl_clip_max is not None and (config.kl_clip_max <= 0 or not config.kl_loss_coef):
+        raise ConfigError(
+            f"kl_clip_max={config.kl_clip_max} limits the KL in the loss: it must be positive, and needs kl_loss_coef"
+        )
     if not 0 < config.temperature < math.inf:
         raise ConfigError(f"temperature must be positive to explore, got {config.temperature}; see eval_temperature")
     for name in ("gamma", "lam"):
@@ -172,7 +193,7 @@ def check_ppo(config: PPOConfig) -> None:
             "lam_critic the critic's. Remove one of them."
         )
     at_least(config, 0, "kl_coef", "missing_eos_penalty", "vf_coef", "value_learning_rate", "eval_temperature")
-    at_least(config, 0, "cliprange", "cliprange_high", "value_warmup_ratio")
+    at_least(config, 0, "kl_loss_coef", "value_max_grad_norm", "cliprange", "cliprange_high", "value_warmup_ratio")
     if config.value_warmup_ratio is not None and config.value_warmup_ratio >= 1:
         raise ConfigError(f"value_warmup_ratio must lie in [0, 1), got {config.value_warmup_ratio}")
     highest = 1 + (config.cliprange if config.cliprange_high is None else config.cliprange_high)

@@ -31,6 +31,9 @@ def policy_loss(
         delta=config.delta,
         normaliser=num_tokens,
         entropy_BT=entropy_BT,
+        ref_logps_BT=padded(micro.ref_logps, logps_BT) if config.kl_loss_coef else None,
+        kl_loss_coef=config.kl_loss_coef,
+        kl_clip_max=config.kl_clip_max,
     )
     add_ppo_metrics(metrics, diagnostics)
     return loss

@@ -19,6 +19,7 @@ class PolicySamples(Sequences):
     loss_mask: Ragged | None = None  # bool: True on tokens that the loss counts; None: all of them
     old_logps: Ragged | None = None  # float32: of the policy that generated
     advantages: Ragged | None = None  # float32
+    ref_logps: Ragged | None = None  # float32: of the reference, where the loss has a KL to it
 
 
 @dataclass(eq=False)

@@ -72,7 +72,8 @@ class PPOTrainer:
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
         self.policy = Policy(config, loss=policy_loss)
-        self.critic = Critic(config, self.policy, loss=value_loss, learning_rate=config.critic_learning_rate)
+        own = {"learning_rate": config.critic_learning_rate, "max_grad_norm": config.critic_max_grad_norm}
+        self.critic = Critic(config, self.policy, loss=value_loss, **own)
         self.reference = Reference(config)
         self.rewarder = Rewarder(
             config,
@@ -148,7 +149,7 @@ class PPOTrainer:
         config, models = self.config, self.models
         self.policy.build(self.model_path, num_steps)
         self.critic.build(models["value_model"], num_steps, warmup_steps=config.critic_warmup_steps(num_steps))
-        if config.kl_coef and not config.is_own_reference:
+        if config.has_reference and not config.is_own_reference:
             self.reference.build(models["ref_model"])
         if config.reward_model is not None:
             self.rewarder.build([models["reward_model"]])
@@ -163,6 +164,7 @@ class PPOTrainer:
         samples, states, ref_logps, rewards_BK = self.judged(rows, rollouts, run)
         scores_B = self.rewarder.totals(rewards_BK)
         scores_B -= rollouts.truncated * (config.missing_eos_penalty or 0.0)
+        samples = dataclasses.replace(samples, ref_logps=ref_logps if config.kl_loss_coef else None)
         samples, states, metrics = credit(
             samples,
             states,
@@ -199,9 +201,9 @@ class PPOTrainer:
         with run.phase("logps"):
             old_logps = self.policy.logps.defer(samples)
             ref_logps = None
-            if config.kl_coef and config.is_own_reference:
+            if config.has_reference and config.is_own_reference:
                 ref_logps = self.policy.logps.defer(samples, adapter=False)
-            elif config.kl_coef:
+            elif config.has_reference:
                 ref_logps = self.reference.logps.defer(samples)
             old_values = self.critic.values.defer(states)
         with run.phase("reward"):

@@ -7,27 +7,17 @@ roll/configs (base_config.py, worker_config.py) and roll/pipeline/rlvr/rlvr_conf
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from rayhelper import ConfigError
 from trainers.run.trackers import BUILT_IN
+from trainers.translate import roll_sft
+from trainers.translate.roll_strategies import SIZES, own_devices, ranks_of, strategies, training_arguments
 from trainers.translate.table import Ours, Theirs
-from trainers.translate.verl.names import DIVIDED, STAGES
+from trainers.translate.verl.names import DIVIDED
 
 ESTIMATORS = {"grpo": "grpo", "reinforce": "reinforce_plus_plus_token", "rloo": "rloo"}
-SIZES = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"),
-)
-OF_MEGATRON = (
-    *("sequence_parallel", "use_distributed_optimizer", "recompute_granularity", "recompute_method"),
-    *("recompute_num_layers", "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_layer_recompute"),
-    "overlap_grad_reduce",
-)
-TRAIN = {"megatron_train": "megatron", "fsdp2_train": "fsdp", "deepspeed_train": "fsdp"}
 WITHOUT = {
     "hydra.": "hydra writes no folders here",
     "defaults": "RayHelper has no presets: write the keys of the preset",
@@ -64,7 +54,6 @@ WITHOUT = {
 }
 REFUSED_ON = {  # switches that change numbers, and are not built
     "value_clip": None,  # of a critic
-    "difficulty_mask": "prompts are not masked by their difficulty. Write false; dynamic_sample is near",
     "difficulty_loss_weight": "losses are not weighed by difficulty. Write false",
     "length_loss_weight": "losses are not weighed by length. Write false",
     "error_max_len_clip": "rewards of long completions are not clipped. Write false",
@@ -86,20 +75,23 @@ AGENTIC = "grpo, with environment: NAME in a file of external_plugins (docs/roll
 # ROLL's other pipelines: keys that each alone has, and the trainer here
 PIPELINES = {
     "agentic": (("train_env_manager", "custom_envs"), AGENTIC),
-    "SFT": (("sft_train",), "sft (docs/trainers/sft.md)"),
     "DPO": (("chosen_key",), "dpo (docs/trainers/dpo.md)"),
     "distillation": (("student_train", "student"), "gkd (docs/trainers/gkd.md)"),
 }
 
 
 def translate(theirs: Theirs, ours: Ours) -> None:
-    """Fills ``ours`` from the keys of ROLL's RLVR pipeline."""
+    """Fills ``ours`` from the keys of ROLL's RLVR or SFT pipeline."""
     sections = {name.partition(".")[0] for name in theirs.values}
+    if roll_sft.SECTION in sections:
+        roll_sft.translate(theirs, ours)
+        _without(theirs, ours)
+        return
     for pipeline, (keys, trainer) in PIPELINES.items():
         if found := [key for key in keys if key in sections]:
             ours.refuse(
                 found[0],
-                f"this file is of ROLL's {pipeline} pipeline, and only RLVR is translated. Here that is rayhelper "
+                f"this file is of ROLL's {pipeline} pipeline. RLVR and SFT are translated. Here that is rayhelper "
                 f"{trainer}",
             )
             theirs.taken |= set(theirs.values)
@@ -108,14 +100,16 @@ def translate(theirs: Theirs, ours: Ours) -> None:
         ours.without["pretrain, rollout_batch_size, rewards, ..."] = (
             "a part of a file: write model, dataset, reward_funcs and the sizes of batches"
         )
-        _strategies(theirs, ours)
+        strategies(theirs, ours)
+        _place(theirs, ours)
         return
     ours.say("model", theirs.take("pretrain"), theirs, "pretrain")
     _data(theirs, ours)
     _rewards(theirs, ours)
     _algorithm(theirs, ours)
     _batches(theirs, ours)
-    _strategies(theirs, ours)
+    strategies(theirs, ours)
+    _place(theirs, ours)
     _run(theirs, ours)
     for name, reason in REFUSED_ON.items():
         value = theirs.take(name)
@@ -123,7 +117,11 @@ def translate(theirs: Theirs, ours: Ours) -> None:
             ours.refuse(name, reason)
         elif name in theirs and value and reason is None:
             ours.without[name] = "there is no critic"
-    ours.drop(theirs, ["difficulty_low_threshold", "difficulty_high_threshold"], "difficulty_mask is off")
+    _without(theirs, ours)
+
+
+def _without(theirs: Theirs, ours: Ours) -> None:
+    """Notes what has no equivalent."""
     for beginning, reason in WITHOUT.items():
         ours.drop(theirs, [name for name in theirs.left() if name.startswith(beginning)], reason)
     for name in theirs.left():
@@ -216,6 +214,16 @@ def _algorithm(theirs: Theirs, ours: Ours) -> None:
     else:
         ours.refuse("loss_agg_mode", f"{how} is not built (known: {', '.join(kinds)})")
     ours.say("mask_truncated_completions", bool(theirs.take("max_len_mask", False)), theirs, "max_len_mask")
+    thresholds = ("difficulty_low_threshold", "difficulty_high_threshold")
+    masks = theirs.take("difficulty_mask", False) and theirs.take("num_return_sequences_in_group", 1) > 1
+    if masks:
+        bounds = [float(theirs.take(name, default)) for name, default in zip(thresholds, (0.0, 1.0), strict=True)]
+        ours.say("difficulty_range", bounds, theirs, *thresholds, note="of the mean score of a prompt")
+    ours.drop(theirs, thresholds, "difficulty_mask is off, or a prompt has one completion")
+    if how != "token-mean" and (masks or theirs.take("max_len_mask", False)):
+        ours.without["the number of sequences"] = (
+            "ROLL divides by the sequences that the loss counts. RayHelper divides by all sequences of a step"
+        )
     coef = theirs.take("init_kl_coef") if theirs.values.get("add_token_level_kl") else None
     weight = theirs.take("kl_loss_coef", 0.0) if theirs.take("use_kl_loss", False) else 0.0
     ours.drop(theirs, ["init_kl_coef", "kl_penalty"], "add_token_level_kl is off")
@@ -234,133 +242,14 @@ def _batches(theirs: Theirs, ours: Ours) -> None:
         note=f"{prompts} prompts x {draws}",
     )
     ours.say("num_iterations", epochs, theirs, "ppo_epochs")
-    arguments = "actor_train.training_args"
-    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-        ours.say(name, theirs.take(f"{arguments}.{name}", 1), theirs, f"{arguments}.{name}")
-    for name, default in (
-        *(("learning_rate", 5e-5), ("weight_decay", 0.0), ("num_train_epochs", None)),
-        *(("lr_scheduler_type", "linear"), ("adam_beta1", 0.9), ("adam_beta2", 0.999)),
-    ):
-        if (value := theirs.take(f"{arguments}.{name}", default)) is not None:
-            ours.say(name, float(value) if name == "weight_decay" else value, theirs, f"{arguments}.{name}")
-    ours.say("warmup_steps", theirs.take(f"{arguments}.warmup_steps", 0), theirs, f"{arguments}.warmup_steps")
+    training_arguments(theirs, ours)
 
 
-def _strategies(theirs: Theirs, ours: Ours) -> None:
-    name = theirs.take("actor_train.strategy_args.strategy_name")
-    if name is None:
-        ours.refuse("actor_train.strategy_args.strategy_name", "it is missing, and decides how the policy is trained")
-        return
-    config = theirs.below("actor_train.strategy_args.strategy_config.")
-    preset = theirs.take("actor_train.strategy_args.strategy_config")
-    if name not in TRAIN:
-        ours.refuse("actor_train.strategy_args.strategy_name", f"{name} is not built (known: {', '.join(TRAIN)})")
-        return
-    ours.say("backend", TRAIN[name], theirs, "actor_train.strategy_args.strategy_name")
-    if name == "deepspeed_train":
-        _deepspeed(preset, ours)
-    for key in (*SIZES, *OF_MEGATRON, *STAGES) if TRAIN[name] == "megatron" else ():
-        if config.get(key) is not None:
-            source = f"actor_train.strategy_args.strategy_config.{key}"
-            ours.say(STAGES.get(key, key), config.pop(key), theirs, source)
-    for key in ("use_flash_attn", *SIZES, *OF_MEGATRON, *STAGES):
-        config.pop(key, None)
-    if TRAIN[name] == "megatron" and config:
-        ours.say("megatron", config, theirs, *(f"actor_train.strategy_args.strategy_config.{key}" for key in config))
-    if (size := theirs.take("actor_train.infer_batch_size")) is not None and TRAIN[name] == "megatron":
-        ours.say("infer_batch_size", size, theirs, "actor_train.infer_batch_size")
-    dtype = theirs.take("actor_train.model_args.dtype")
-    names = {"bf16": "bfloat16", "fp32": "float32", "bfloat16": "bfloat16", "float32": "float32"}
-    if dtype is not None and dtype not in names:
-        ours.refuse("actor_train.model_args.dtype", f"{dtype} is not offered. Write bf16")
-    elif dtype is not None:
-        ours.say("dtype", names[dtype], theirs, "actor_train.model_args.dtype")
-    off = theirs.take("actor_train.model_args.disable_gradient_checkpointing", False)
-    if not any(line.key in ("recompute_granularity", "moe_layer_recompute") for line in ours.lines):
-        source = "actor_train.model_args.disable_gradient_checkpointing"
-        ours.say("gradient_checkpointing", not off, theirs, source, note="the other way round")
-    _adapter(theirs, ours)
-    if "actor_infer.strategy_args.strategy_name" in theirs:
-        _engine(theirs, ours)
-    for role in ("reference", "actor_infer", "actor_train"):
-        left = [one for one in theirs.left() if one.startswith(f"{role}.")]
-        told = (
-            "the reference has the placement of the policy" if role == "reference" else "the policy's keys hold for it"
-        )
-        same = ("model_args", "data_args", "strategy_args", "infer_batch_size")
-        if role != "actor_train":
-            ours.drop(theirs, [one for one in left if one.split(".")[1] in same], told)
+def _place(theirs: Theirs, ours: Ours) -> None:
     if "actor_infer.device_mapping" in theirs or "rollout_batch_size" in theirs:
         _placement(theirs, ours)
-        return
-    for role, ours_role in (("actor_train", "train"), ("reference", "reference")):
-        if ranks := ranks_of(theirs.take(f"{role}.device_mapping")):
-            ours.say(ours_role, {"gpus": len(ranks)}, theirs, f"{role}.device_mapping")
-
-
-def _deepspeed(preset: Any, ours: Ours) -> None:
-    stage = re.fullmatch(r"\$\{deepspeed_(zero\d?)(_cpuoffload)?\}", str(preset))
-    kinds = {"zero": ("no_shard", None), "zero2": ("full_shard", False), "zero3": ("full_shard", True)}
-    if stage is None or stage[1] not in kinds:
-        ours.refuse("actor_train.strategy_args.strategy_config", f"{preset} is no preset that is known: write fsdp_*")
-        return
-    strategy, frees = kinds[stage[1]]
-    source = "from actor_train.strategy_args.strategy_config"
-    ours.add("fsdp_sharding_strategy", strategy, source)
-    if frees is not None:
-        ours.add("fsdp_reshard_after_forward", frees, source)
-    if stage[2]:
-        ours.add("fsdp_offload_params", True, source)
-
-
-def _adapter(theirs: Theirs, ours: Ours) -> None:
-    arguments = "actor_train.model_args"
-    rank = theirs.take(f"{arguments}.lora_rank")
-    if rank is None:
-        return
-    ours.add("tuner_type", "lora", f"from {arguments}.lora_rank")
-    ours.say("lora_rank", rank, theirs, f"{arguments}.lora_rank")
-    target = theirs.take(f"{arguments}.lora_target", "all-linear")
-    names = ["all-linear"] if target in ("all", "all-linear") else str(target).split(",")
-    ours.say("lora_target_modules", names, theirs, f"{arguments}.lora_target")
-    for name, default in (("lora_alpha", 2 * rank), ("lora_dropout", 0.0)):
-        ours.say(name, theirs.take(f"{arguments}.{name}", default), theirs, f"{arguments}.{name}")
-
-
-def _engine(theirs: Theirs, ours: Ours) -> None:
-    name = theirs.take("actor_infer.strategy_args.strategy_name")
-    note = "" if name in ("vllm", "hf_infer") else f"{name} is not implemented; vLLM completes instead"
-    ours.say(
-        "rollout_engine",
-        "hf" if name == "hf_infer" else "vllm",
-        theirs,
-        "actor_infer.strategy_args.strategy_name",
-        note=note,
-    )
-    config = theirs.below("actor_infer.strategy_args.strategy_config.")
-    renamed = {"tensor_parallel_size": "vllm_tensor_parallel_size"}
-    further: dict[str, Any] = {}
-    for key, value in config.items() if name == "vllm" else ():
-        source = f"actor_infer.strategy_args.strategy_config.{key}"
-        if key in ("gpu_memory_utilization", "max_model_len", "max_num_seqs", "enforce_eager", "enable_prefix_caching"):
-            ours.say(f"vllm_{key}", value, theirs, source)
-        elif key in renamed:
-            ours.say(renamed[key], value, theirs, source)
-        elif key == "load_format":
-            ours.without[source] = "the engine gets the policy's weights"
-        else:
-            further[key] = value
-    if further:
-        ours.add("vllm_engine_kwargs", further, "from actor_infer.strategy_args.strategy_config")
-    if name not in ("vllm", "hf_infer"):
-        ours.without["actor_infer.strategy_args"] = note
-    arguments = "actor_infer.generating_args"
-    for key in ("temperature", "top_p", "top_k"):
-        if (value := theirs.take(f"{arguments}.{key}")) is not None:
-            ours.say(key, max(0, value) if key == "top_k" else value, theirs, f"{arguments}.{key}")
-    if theirs.take(f"{arguments}.num_beams", 1) != 1:
-        ours.refuse(f"{arguments}.num_beams", "completions are drawn, not searched for. Write 1")
-    theirs.taken |= {f"{arguments}.max_new_tokens", f"{arguments}.num_return_sequences"}
+    else:
+        own_devices(theirs, ours)
 
 
 def _placement(theirs: Theirs, ours: Ours) -> None:
@@ -400,33 +289,6 @@ def _placement(theirs: Theirs, ours: Ours) -> None:
         ours.add("sleep_level", 1, "ROLL's engines sleep while they share devices")
     ours.add("use_ray", True, "ROLL runs on Ray")
     ours.say(*("device_groups", groups, theirs, "actor_train.device_mapping", "actor_infer.device_mapping"))
-
-
-def ranks_of(mapping: Any) -> list[int]:
-    """The ranks of a device_mapping: ``list(range(0, 4))``, a list, several of them with ``+``, or text that holds one.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    try:
-        return [] if mapping is None else _listed(ast.parse(str(mapping).strip(), mode="eval").body)
-    except (SyntaxError, TypeError, ValueError):
-        raise ConfigError(f"device_mapping {mapping} is not a list of ranks, such as list(range(0, 4))") from None
-
-
-def _listed(node: ast.expr) -> list[int]:
-    match node:
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return [*_listed(left), *_listed(right)]
-        case ast.Call(
-            func=ast.Name("list"), args=[ast.Call(func=ast.Name("range"), args=ends, keywords=[])], keywords=[]
-        ):
-            return list(range(*map(ast.literal_eval, ends)))
-        case ast.Call(func=ast.Name("list"), args=[ast.List() as inner], keywords=[]):
-            return _listed(inner)
-        case ast.List(elts=elements):
-            return [int(ast.literal_eval(one)) for one in elements]
-    raise ValueError
 
 
 def _run(theirs: Theirs, ours: Ours) -> None:

@@ -19,11 +19,13 @@ DEFAULTS = {
     f"{ROLLOUT}.name": "vllm",
     f"{ROLLOUT}.tensor_model_parallel_size": 1,
     f"{ROLLOUT}.enforce_eager": True,
+    "algorithm.filter_groups.metric": "acc",
     "trainer.project_name": "siirl_examples",
     "trainer.default_local_dir": "checkpoints/siirl_examples/gsm8k",
 }
 WEIGHT, DRIFT = "algorithm.weight_factor_in_cpgd", f"{ACTOR}.policy_drift_coeff"
 SCALES_OF_CPGD = {"STD_weight": True, "naive": False}  # of weight_factor_in_cpgd: whether a group's deviation divides
+METRICS = ("acc", "seq_reward", "seq_final_reward")  # of filter_groups; acc is the score of the rule alone
 UNREAD = ("data.gen_batch_size", "algorithm.algorithm_name", "algorithm.filter_groups.max_num_gen_batches")
 
 
@@ -90,11 +92,16 @@ def _filter(theirs: Theirs, ours: Ours) -> None:
     names = ("algorithm.filter_groups.enable", "algorithm.filter_groups.metric")
     enabled, metric = (theirs.take(name) for name in names)
     if enabled and theirs.take("algorithm.workflow_type") == "dapo":
-        ours.refuse(
-            names[0],
-            f"siirl chooses prompts by {metric or 'acc'}, and keeps the rest for the next step. dynamic_sample chooses "
-            "by rewards, and draws what is missing. Translate the script with filter_groups.enable=False, and write "
-            "dynamic_sample: true",
+        if metric not in METRICS:
+            ours.refuse(names[1], f"{metric} is not built (known: {', '.join(METRICS)})")
+        path, function = (theirs.values.get(f"custom_reward_function.{name}") for name in ("path", "name"))
+        rule = (function or "compute_score") if path else "ground_truth"
+        ours.say(
+            "dynamic_sample", rule if metric == "acc" else True, theirs, *names, note="the rewards that must differ"
+        )
+        ours.without["the prompts that are chosen"] = (
+            "siirl draws until there are enough, and keeps the others for the next step. RayHelper draws only what is "
+            "missing, at most max_resample_times times, and then fills the generation with prompts of equal rewards"
         )
     else:
         ours.drop(theirs, names, "no prompts are left out by their rewards")

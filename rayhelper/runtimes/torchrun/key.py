@@ -117,7 +117,7 @@ def _left_over(folder: Path) -> list[Path]:
 def _read(name: str) -> bytes:
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"the run's store names {name[:80]!r} as its key's file: another program writes to the store."
+            f"the run's store names {name[:80]!r} as the file of its key. Another program writes to the store."
         )
     try:
         with _with_remedy():

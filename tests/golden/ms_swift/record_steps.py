@@ -54,6 +54,25 @@ CHAT_TEMPLATE = (  # as Qwen2.5's: a system turn of its own stands before conver
 WORDS = "one two three four five six seven eight nine ten".split()
 
 
+GRPO = "grpo/internal/transformers.sh"
+GIVEN: dict[str, list[str]] = {  # of GRPO with ``completions``
+    "system": ["Think."],
+    "max_completion_length": ["64"],
+    "learning_rate": ["1e-3"],
+}
+OF_GRPO: dict[str, dict[str, list[str]]] = {  # whose loss is that of the script but for these
+    "beta": {"beta": ["0.5"]},
+    "bnpo": {"loss_type": ["bnpo"]},
+    "dr_grpo": {"loss_type": ["dr_grpo"]},
+    "cispo": {"loss_type": ["cispo"], "epsilon_high": ["5"]},
+    "sapo": {"loss_type": ["sapo"], "tau_pos": ["1.0"], "tau_neg": ["1.05"]},
+    "gspo": {"importance_sampling_level": ["sequence"], "epsilon": ["3e-4"], "epsilon_high": ["4e-4"], "beta": ["0"]},
+    "iterations": {"num_iterations": ["2"]},
+    "padding_free": {"padding_free": ["true"]},
+    "full": {"tuner_type": ["full"], "beta": ["0.5"]},
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """A command: ``script`` below ``examples/train``, the kind of its rows, and what else is ``changed``."""
@@ -111,9 +130,8 @@ CASES = {
     "cpo": Case("rlhf/cpo.sh", "pairs", number=WHOLE),
     "simpo": Case("rlhf/simpo.sh", "pairs", number=WHOLE),
     "rm": Case("rlhf/rm/train.sh", "pairs", number=WHOLE),
-    "grpo": Case(
-        "grpo/internal/transformers.sh", "prompts", {"system": ["Think."], "max_completion_length": ["64"]}, number=1
-    ),
+    "grpo": Case(GRPO, "prompts", {"system": ["Think."], "max_completion_length": ["64"]}, number=1),
+    **{f"grpo_{name}": Case(GRPO, "prompts", GIVEN | changed, number=1) for name, changed in OF_GRPO.items()},
     "gkd": Case("rlhf/gkd/full.sh", "messages", {"lmbda": ["0"]}, number=WHOLE),
 }
 

@@ -93,15 +93,16 @@ def main() -> None:
                 found = encoded(template, {"messages": messages})
                 case = {"template": ours, "settings": settings, "name": name, "messages": messages}
                 supervised.append(case | {"input_ids": found["input_ids"], "learned": learned(found["labels"])})
-        template = template_of(theirs, "rlhf", loss_scale="last_round")
-        for name in ("thoughts, none", "one answer", "thoughts, none, thoughts"):
-            messages = CONVERSATIONS[name]
-            found = encoded(template, {"messages": messages, "rejected_response": "no."})
-            case = {"template": ours, "name": name, "messages": messages, "rejected_response": "no."}
-            for side in ("chosen", "rejected"):
-                ids, labels = found[f"{side}_input_ids"], found[f"{side}_labels"]
-                case[side] = {"input_ids": ids, "learned": learned(labels)}
-            pairs.append(case)
+        for scale in ("last_round", "default"):  # of most trainers, and of ORPO
+            template = template_of(theirs, "rlhf", loss_scale=scale)
+            for name in ("thoughts, none", "one answer", "thoughts, none, thoughts"):
+                row = {"messages": CONVERSATIONS[name], "rejected_response": "no."}
+                found = encoded(template, row)
+                case = {"template": ours, "name": name, "loss_scale": scale, **row}
+                for side in ("chosen", "rejected"):
+                    ids, labels = found[f"{side}_input_ids"], found[f"{side}_labels"]
+                    case[side] = {"input_ids": ids, "learned": learned(labels)}
+                pairs.append(case)
     print(json.dumps({"supervised": supervised, "pairs": pairs}))
 
 

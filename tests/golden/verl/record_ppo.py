@@ -1,6 +1,6 @@
 """Writes ppo.json: verl's own advantages, returns and losses of PPO (its verl/trainer/ppo/core_algos.py).
 
-pip install --no-deps --target FOLDER verl==0.9.1 tensordict omegaconf hydra-core codetiming pyvers torchdata
+pip install --no-deps --target FOLDER verl==0.9.1 tensordict omegaconf hydra-core codetiming pyvers torchdata orjson
 PYTHONPATH=FOLDER python -m tests.golden.verl.record_ppo > tests/golden/verl/ppo.json
 """
 
@@ -47,12 +47,18 @@ def main() -> None:
     policy, _ = core_algos.compute_policy_loss_vanilla(
         drawn["old_logps"], drawn["logps"], advantages, mask, loss_agg_mode="token-mean", config=config
     )
+    kl = core_algos.kl_penalty(drawn["logps"], 3 * drawn["ref_logps"], "low_var_kl")
+    kl_loss = core_algos.agg_loss(kl, mask, "token-mean")
     value, _ = core_algos.compute_value_loss(
         drawn["values"], returns, drawn["old_values"], mask, CLIP_VALUE, loss_agg_mode="token-mean"
     )
     kept = {"advantages": advantages, "returns": returns}
     told = {name: table[drawn["mask"]].tolist() for name, table in kept.items()}
-    print(json.dumps({**told, "policy_loss": policy.item(), "value_loss": value.item()}, indent=1))
+    print(
+        json.dumps(
+            {**told, "policy_loss": policy.item(), "value_loss": value.item(), "kl_loss": kl_loss.item()}, indent=1
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@
     preserve_thinking             true, or false if only the last round is learned, where the template knows thoughts
     enable_thinking               false in prompts, where the chat template writes empty thoughts
     stop_words                    stop_token_ids, of words that are tokens of their own
+    wandb_project, swanlab_token  variables of env, which the trackers read
     temperature, response_prefix  nothing where nothing is generated
 
 Defaults are ``defaults.py``. What a key of ours says already, is left.
@@ -73,6 +74,11 @@ OF_GENERATION = (  # which ms-swift reads in such a training only with predict_w
 OF_PROMPTS = {"num_labels", "max_negative_samples", "infonce_temperature"}  # trainers whose rows may lack an answer
 THOUGHTS = "disable_ignore_empty_think"
 THINKING = "the chat template, which reads thoughts"
+OF_TRACKERS = {
+    "wandb_project": "WANDB_PROJECT",
+    "swanlab_project": "SWANLAB_PROJECT",
+    "swanlab_token": "SWANLAB_API_KEY",
+}
 LIMITED = {"cosine": "max_len", "soft_overlong": "soft_max_length"}  # by max_completion_length, where nobody says
 
 
@@ -93,6 +99,7 @@ def mean_as_there(given: GivenKeys, config_type: type, defaults: Mapping[str, An
     _thoughts(given, defaults)
     _without_generation(given)
     _stop_words(given)
+    _trackers(given)
     if given.get("dynamic_sample") is True and "dynamic_sample" in given.known:
         given.notes["max_resample_times"] = (
             "after this number of draws, prompts with equal rewards fill the generation; ms-swift then uses its "
@@ -126,6 +133,13 @@ def _without_generation(given: GivenKeys) -> None:
         if given.foreign(name) and not ends_prompt:
             given.take(name)
             given.notes[name] = "this training generates nothing, and ms-swift does not read it either"
+
+
+def _trackers(given: GivenKeys) -> None:
+    """Keys that name a tracker's project or key, as the variables that the tracker reads."""
+    for name, variable in OF_TRACKERS.items():
+        if given.foreign(name) and "env" in given.known and isinstance(given.get(name), str):
+            given.put_inner("env", variable, given.take(name), name)
 
 
 def _stop_words(given: GivenKeys) -> None:

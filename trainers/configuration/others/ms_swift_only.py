@@ -237,6 +237,6 @@ REFUSED = {
     "callbacks": "no code of a user's runs inside the loop of a trainer. Remove it",
     "logging_dir": _TENSORBOARD,
     "tensorboard_dir": _TENSORBOARD,
-    "wandb_project": "Weights & Biases reads a variable. Write env: {WANDB_PROJECT: ...}",
+    "wandb_project": "Weights & Biases reads a variable. Write env: {WANDB_PROJECT: name}",
     "wandb_exp_name": "a run is named after its output_dir. Remove it",
 }

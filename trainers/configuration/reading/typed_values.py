@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -20,7 +21,7 @@ def typed(name: str, hint: Any, value: Any) -> Any:
     Raises:
         ConfigError: it is something else; says what was expected.
     """
-    import jsonargparse
+    from jsonargparse import ArgumentError
 
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = {get_origin(member) or member for member in members}
@@ -37,8 +38,6 @@ def typed(name: str, hint: Any, value: Any) -> Any:
             if member is Any or isinstance(value, get_origin(member)):
                 return list(map(bracketed, value)) if isinstance(value, list) else value
     legal = [str(option) for member in members if get_origin(member) is Literal for option in get_args(member)]
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--value", type=hint)
     try:
         if value is None and NoneType not in kinds:
             if dict in kinds:  # a key with nothing below it
@@ -48,14 +47,27 @@ def typed(name: str, hint: Any, value: Any) -> Any:
             raise TypeError
         if isinstance(value, bool) and kinds <= {Literal, NoneType} and str(value) not in legal:
             raise TypeError  # true is 1 to Python
-        return parser.parse_object({"value": value}, defaults=False).value
-    except (jsonargparse.ArgumentError, TypeError):
+        return _parser_of(hint, str(hint)).parse_object({"value": value}, defaults=False).value
+    except (ArgumentError, TypeError):
         quoted = isinstance(value, (str, list, Mapping))
         got = repr(value) if quoted else json.dumps(value, default=str)
         hint_of_quotes = " Put it in quotes." if str in kinds and not quoted else ""
         raise ConfigError(
             f"{name} must be {expected(hint)}, got {got}{nearest(str(value), legal)}.{hint_of_quotes}"
         ) from None
+
+
+@functools.lru_cache(maxsize=256)
+def _parser_of(hint: Hashable, written: str) -> Any:
+    """A parser of one key of this type. Building it takes longer than parsing.
+
+    ``written``: tells ``int | float`` from ``float | int``, which are equal, but are tried in this order.
+    """
+    import jsonargparse
+
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=hint)
+    return parser
 
 
 def _in_digits(value: Any, kinds: set[Any]) -> bool:

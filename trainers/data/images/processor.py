@@ -115,7 +115,9 @@ def load_processor(
             made[VIDEOS] = made["image_processor"]  # which nobody gives a video
         processor = _still(kind).from_args_and_dict([*made.values()], fields)
     except AttributeError as error:
-        raise ValueError(f"{kind.__name__} of {model!r} cannot be without a part for videos: {error}") from None
+        raise ValueError(
+            f"{kind.__name__} of {model!r} cannot be loaded without its part for videos: {error}"
+        ) from None
     given_to: list[tuple[str, Any, Any, Any]] = [
         ("image_processor_kwargs", processing, processor.image_processor, AutoImageProcessor),
         ("video_processor_kwargs", videos, getattr(processor, VIDEOS, None), AutoVideoProcessor),

@@ -7,12 +7,13 @@ negative advantages are limited.
 from __future__ import annotations
 
 from trainers.translate.table import Ours, Theirs
+from trainers.translate.verl.backend import on_megatron
 from trainers.translate.verl.batches import micro_batches, mini_batches, prompts_of_batches
 from trainers.translate.verl.clipping import UNREAD_CLIP, clip_range, mean_of_tokens
-from trainers.translate.verl.names import ACTOR, MODEL, ROLLOUT
+from trainers.translate.verl.names import ACTOR, K3, MODEL, ROLLOUT
 from trainers.translate.verl.rewards import fixed_kl
 
-OPTIM = "optim.lr_scheduler_type optim.min_lr_ratio optim.weight_decay optim.betas grad_clip".split()
+OPTIM = "optim.lr_scheduler_type optim.min_lr_ratio optim.weight_decay optim.betas".split()
 LENGTHS = ("ppo_mini_batch_size", "ppo_epochs", "loss_agg_mode")
 WITHOUT = {
     "critic.model.": "the critic is loaded, sharded and offloaded as the policy is",
@@ -49,9 +50,13 @@ def advantages(theirs: Theirs, ours: Ours) -> None:
     ours.add("score_on_last_token", True, f"the score is the reward of the last token in {theirs.system}")
     ours.drop(theirs, ["algorithm.norm_adv_by_std_in_grpo"], "PPO has no groups")
     fixed_kl(theirs, ours)
-    if theirs.take(f"{ACTOR}.use_kl_loss"):
-        ours.refuse(f"{ACTOR}.use_kl_loss", "PPO has the KL in the reward. Write algorithm.use_kl_in_reward")
-    ours.drop(theirs, [f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"], "there is no KL in the loss")
+    coefficient, kind = f"{ACTOR}.kl_loss_coef", theirs.take(f"{ACTOR}.kl_loss_type")
+    if theirs.take(f"{ACTOR}.use_kl_loss") and kind not in K3:
+        ours.refuse(f"{ACTOR}.kl_loss_type", f"{kind} is not built; the KL of the loss is {' or '.join(K3)}")
+    elif theirs.take(f"{ACTOR}.use_kl_loss") and theirs.take(coefficient):
+        ours.say("kl_loss_coef", theirs.take(coefficient), theirs, coefficient, note="k3 in the loss")
+        ours.add("kl_clip_max", 10.0, "theirs holds the k3 of a token within 10")
+    ours.drop(theirs, [coefficient, f"{ACTOR}.kl_loss_type"], "there is no KL in the loss")
     in_reward, name = theirs.take("algorithm.use_kl_in_reward"), "algorithm.kl_ctrl.kl_coef"
     if in_reward:
         ours.say("kl_coef", theirs.take(name), theirs, name, note="k1 in the rewards of tokens")
@@ -111,12 +116,16 @@ def critic(theirs: Theirs, ours: Ours) -> None:
         ours.refuse("critic.model.tokenizer_path", "the critic reads the policy's tokens. Remove it")
     ours.say("value_learning_rate", theirs.take("critic.optim.lr"), theirs, "critic.optim.lr")
     _warmup(theirs, ours)
+    norm = "optim.clip_grad" if on_megatron(theirs) else "grad_clip"
+    if (limit := theirs.take(f"critic.{norm}", 1.0)) != theirs.take(f"{ACTOR}.{norm}", 1.0):
+        ours.say("value_max_grad_norm", limit, theirs, f"critic.{norm}")
+    theirs.taken |= {"critic.grad_clip", "critic.optim.clip_grad"}
     for name in OPTIM:
         _equal(f"critic.{name}", theirs.take(f"critic.{name}"), theirs.take(f"{ACTOR}.{name}"), ours)
     for name in LENGTHS:
         policys = theirs.take(f"{ACTOR}.{name}")
         _equal(f"critic.{name}", theirs.take(f"critic.{name}", policys), policys, ours)
-    for name in ("warmup_style", "lr_decay_style", "clip_grad", "optimizer"):
+    for name in ("warmup_style", "lr_decay_style", "optimizer"):
         policys = theirs.take(f"{ACTOR}.optim.{name}")
         _equal(f"critic.optim.{name}", theirs.take(f"critic.optim.{name}", policys), policys, ours)
     rank = theirs.take(f"{MODEL}.lora_rank")

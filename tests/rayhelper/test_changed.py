@@ -17,6 +17,7 @@ import torch
 from benchmarks.tiny.text import tiny_tokenizer
 from rayhelper import RayHelper
 from rayhelper.worker.changed.marks import differ, mark
+from rayhelper.worker.changed.objects import Observed
 from tests.conftest import session_of
 
 GROUPS = {"g": {"device": "CPU", "ranks": 1, "workers": ["train"]}}
@@ -112,6 +113,32 @@ def test_what_a_call_has_changed_is_told_with_its_reply(caplog: pytest.LogCaptur
             getattr(changing, name)
     assert changing.untouched == [1]
     assert changing.frozen.weight.shape == (2, 2)
+
+
+class Rows:
+    """A data set that keeps what it has read."""
+
+    def __init__(self) -> None:
+        self.names, self._cache = ["a", "b"], dict[int, str]()
+
+    def __getitem__(self, place: int) -> str:
+        return self._cache.setdefault(place, self.names[place])
+
+
+def test_values_are_read_in_full_in_the_first_calls_of_a_method_and_seldom_later() -> None:
+    placed = SimpleNamespace(identity=SimpleNamespace(address="one"))
+    held = SimpleNamespace(_rayhelper=placed, numbers=[0], rows=Rows(), last=0)
+    observed = Observed(iter([held]))
+    found = []
+    for call in range(1, 65):
+        assert held.rows[call % 2] in "ab"
+        held.numbers.append(call)
+        held.last = call
+        changes = observed.changes("T.add")["one"]
+        assert "last" in changes, "what is set anew is seen in every call"
+        assert "rows" not in changes, "what is kept of rows may be read again"
+        found += [call] * ("numbers" in changes)
+    assert found == [*range(1, 9), 64]
 
 
 def _normalised() -> torch.nn.Module:

@@ -21,6 +21,7 @@ import enum
 import functools
 import pathlib
 import random
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -44,6 +45,7 @@ _READ_TENSORS = 4  # of a module on the CPU, whose contents are read
 _ITERABLES: tuple[Any, ...] = ([], (), {}, set(), "", range(0), {}.values(), {}.items())
 _ITERATORS = frozenset((*(type(iter(one)) for one in _ITERABLES), type(reversed([]))))
 _MAY_BE_EMPTY = frozenset((*PLAIN, list, dict, set, tuple, collections.defaultdict, collections.deque))
+_KEEPS_COPIES = re.compile("cache|memo(?!ry)", re.IGNORECASE)  # names of what may be computed again
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -75,6 +77,11 @@ def differ(before: Any, now: Any) -> bool:
         return before is not now and bool(before != now)
     except Exception:  # values that cannot be compared
         return True
+
+
+def is_another(before: Any, value: Any) -> bool:
+    """Whether a mark is surely of another value, by its first entry alone."""
+    return not isinstance(before, Mark) or not before or before[0] != id(value)
 
 
 def _add(value: Any, found: Mark, depth: int) -> None:
@@ -290,11 +297,12 @@ def _suspended(value: Any, found: Mark, depth: int) -> None:
 
 def _object(value: Any, found: Mark, depth: int) -> None:
     held = value.__dict__
-    found += (id(value), len(held))
+    found.append(id(value))
     if depth:
         for name, item in held.items() if len(held) <= _MANY else islice(held.items(), _SAMPLE):
-            found.append(name)
-            _add(item, found, depth - 1)
+            if _KEEPS_COPIES.search(name) is None:
+                found.append(name)
+                _add(item, found, depth - 1)
 
 
 def _library(value: Any, found: Mark, depth: int) -> None:

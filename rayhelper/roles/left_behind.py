@@ -13,11 +13,21 @@ is the driver's own, and one that was None is only a place for what comes.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from rayhelper.roles.names import PLAIN
 from rayhelper.roles.reached import Reached, is_module
+from rayhelper.roles.runtime import state
 from rayhelper.roles.stale import Snapshot
+from rayhelper.values.reply import Changes
 
+_log = logging.getLogger(__name__)
+_CHANGES = (
+    "%s changes %s. With Ray off the driver sees the change. A worker has a copy, so on Ray it does not. "
+    "Return the changed value. If the driver does not need it, ignore this warning."
+)
 _STATE_DICT = "state_dict()"
 
 
@@ -35,6 +45,24 @@ def leave(title: str, reached: Reached) -> None:
             placement = one.instance._rayhelper
             changed = Changed(frozenset(one.set | one.changed), frozenset(reached.trained(one)))
             placement.left.take(changed, one.instance, title, placement.snapshot)
+
+
+def note_changes(changes: Changes | None, own: Callable[[str], Any] | None = None) -> None:
+    """Workers have changed attributes, by address of their objects: the driver's copies are not to be read any more.
+
+    ``own``: gives the worker's object, where it lies in this process and may share values with the driver's.
+    """
+    runtime: Any = state.active
+    if runtime is None or changes is None:
+        return
+    for told in changes.others:
+        if told not in runtime.told_changes:
+            runtime.told_changes.add(told)
+            _log.warning(_CHANGES, *told)
+    for address, names in changes.attributes.items():
+        instance = runtime.instance_at(address)
+        if instance is not None and is_constructed(instance):
+            instance._rayhelper.left.take_observed(names, instance, None if own is None else own(address))
 
 
 def is_constructed(instance: Any) -> bool:
@@ -65,6 +93,23 @@ class LeftBehind:
                 self._guard(target)
                 trained.add(_STATE_DICT)
             self.changed_by |= dict.fromkeys(trained, title)
+
+    def take_observed(self, names: dict[str, str], target: Any, own: Any) -> None:
+        """A worker has seen that these attributes were changed there, each by the method that is named.
+
+        ``own``: the worker's object, if it lies in this process. What both objects share is not left behind.
+        """
+        snapshot, held, theirs = (
+            target._rayhelper.snapshot,
+            getattr(target, "__dict__", {}),
+            getattr(own, "__dict__", {}),
+        )
+        for name, title in names.items():
+            value = held.get(name)
+            is_shared = name in theirs and theirs[name] is value and not isinstance(value, PLAIN)
+            if name in self.changed_by or is_shared:
+                continue
+            self.take(Changed(frozenset((name,)), frozenset((name,))), target, title, snapshot)
 
     def told(self, owner: str, name: str) -> str:
         """What is wrong with reading an attribute, and what to do."""

@@ -125,6 +125,7 @@ class DriverRuntime:
         self.stopped = False
         self.pid = os.getpid()
         self.instances: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by address
+        self.told_changes: set[tuple[str, str]] = set()  # methods, and what they change of arguments and classes
         self.watcher: Any = None  # of what calls come to, while ``prove`` compares runtimes
         self.unused: list[Tenancy] = []  # of objects that are gone; freed when the next one is constructed
         atexit.register(self.teardown)

@@ -20,6 +20,7 @@ from typing import Any
 from rayhelper.device_groups import DeviceGroup, DeviceGroups, all_roles
 from rayhelper.errors import DispatchError, RoleError, WorkerError
 from rayhelper.roles.futures import FinishedCall, Future, values_of
+from rayhelper.roles.left_behind import note_changes
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.parts import Identity, Record, check_hosts, own_objects
 from rayhelper.roles.runtime import Shard, WorkerInfo, acting_as, task_acting_as
@@ -253,7 +254,9 @@ class InprocessGroup:
         with self.cluster.lock, acting_as(worker):
             args, kwargs, before = self._given(worker, own, call.where)
             worker.follow(call.random)
-            with _noted(call.title, worker), worker.own_random(), worker.inside(instance._rayhelper, method.role):
+            observing = worker.observing(instance._rayhelper.identity, method, args, kwargs)
+            entered = worker.inside(instance._rayhelper, method.role)
+            with _noted(call.title, worker), observing, worker.own_random(), entered:
                 try:
                     value = method.finished_call(instance, args, kwargs, self._attending(on_worker))
                 except BaseException:
@@ -276,7 +279,8 @@ class InprocessGroup:
                 worker.follow(call.random)
                 coroutine = method.coroutine(instance, args, kwargs)
             try:
-                value = await Stepped(coroutine, lambda: Inside([*as_worker, worker.own_random()]))
+                with worker.observing(instance._rayhelper.identity, method, args, kwargs):
+                    value = await Stepped(coroutine, lambda: Inside([*as_worker, worker.own_random()]))
             except BaseException:
                 worker.ledger.forget_changed()
                 raise
@@ -306,6 +310,7 @@ class InprocessGroup:
     ) -> Any:
         """The value as the caller gets it."""
         self.shards.note(worker.info.rank, worker.take_reports())
+        note_changes(worker.take_changes(), worker.instance_at)
         check_value(value, on_worker)
         if not self.cluster.strict:
             return own_objects(value)

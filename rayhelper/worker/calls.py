@@ -120,6 +120,7 @@ class Calls:
             args, kwargs = self._opened(method, arguments, parts)
             del arguments
             with (
+                placement.runtime.observing(identity, method, args, kwargs),
                 placement.runtime.inside(placement, method.role),
                 _AS_AT_FIRST if mode is None else mode.settled(placement.runtime.random).applied(),
             ):
@@ -155,7 +156,10 @@ class Calls:
                     return part
             args, kwargs = self._opened(method, arguments, parts)
             del arguments
-            with placement.runtime.task_inside(placement, method.role):
+            with (
+                placement.runtime.observing(identity, method, args, kwargs),
+                placement.runtime.task_inside(placement, method.role),
+            ):
                 coroutine: Any = method.coroutine(instance, args, kwargs)
                 value = await (
                     coroutine if mode is None else Stepped(coroutine, mode.settled(placement.runtime.random).applied)
@@ -283,7 +287,8 @@ class Calls:
         if value is not None and worth_packing(value, arrays=True):
             value = pack(value)
         runtime = _runtime()
-        return Reported(value, runtime.take_reports()) if runtime.unreported else value
+        changes = runtime.take_changes()
+        return Reported(value, runtime.take_reports(), changes) if changes or runtime.unreported else value
 
     def _failure(self, error: BaseException, method: str) -> Failure:
         runtime = _runtime()

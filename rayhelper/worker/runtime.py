@@ -18,8 +18,12 @@ from rayhelper.roles.classes import build
 from rayhelper.roles.methods import RoleMethod, find_method, not_constructed
 from rayhelper.roles.parts import Identity, Record, address_within, placement_of, refuse_to_travel
 from rayhelper.roles.runtime import Route, Shard, WorkerInfo
+from rayhelper.values.reply import Changes
 from rayhelper.values.shards import is_within
 from rayhelper.worker.ambient import Ambient
+from rayhelper.worker.changed.arguments import Given
+from rayhelper.worker.changed.classes import changed
+from rayhelper.worker.changed.objects import Observed
 from rayhelper.worker.process_group import Joined, join_process_group, leave_process_group
 from rayhelper.worker.random_streams import RandomStream
 
@@ -111,6 +115,37 @@ class _TaskInside:
         _of_task.set(self.outer)
 
 
+class _Observing:
+    """No generator: see ``_Inside``."""
+
+    def __init__(
+        self,
+        runtime: WorkerRuntime,
+        identity: Identity,
+        method: RoleMethod[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.runtime, self.identity, self.method, self.args, self.kwargs = runtime, identity, method, args, kwargs
+
+    def __enter__(self) -> None:
+        self.marks = self.runtime.given.marks(self.method, self.args, self.kwargs)
+        self.observed = self.runtime.observed.get(str(self.identity.outermost.address))
+        self.shared = {} if self.observed is None else self.observed.shared(self.identity.cls)
+
+    def __exit__(self, *_: object) -> None:
+        changes, title = self.runtime.changes, self.identity.title(self.method)
+        labels: list[str] = []
+        if self.marks:
+            labels += self.runtime.given.changed(self.marks, self.method, self.args, self.kwargs)
+        if self.observed is not None:
+            labels += changed(self.shared, self.observed.shared(self.identity.cls))
+            for address, names in self.observed.changes(title).items():
+                changes.attributes.setdefault(address, {}).update(names)
+        changes.others.extend((title, label) for label in labels if (title, label) not in self.runtime.told)
+        self.runtime.told.update((title, label) for label in labels)
+
+
 class WorkerRuntime:
     """What this process is: one worker of a device group."""
 
@@ -124,6 +159,10 @@ class WorkerRuntime:
         self.instances: dict[str, Any] = {}  # by address
         self.awaited: str | None = None  # the address of the whole that is about to be constructed
         self.unreported: dict[tuple[str, str], Shard] = {}  # by address and role
+        self.observed: dict[str, Observed] = {}  # by the address of the whole
+        self.given = Given()
+        self.told: set[tuple[str, str]] = set()  # methods, and what they change of arguments and classes
+        self.changes = Changes({}, [])  # that calls have made, and the driver is not told of yet
         self.notes: Any = None  # of calls, while ``prove`` compares runtimes
 
     def build(
@@ -140,7 +179,9 @@ class WorkerRuntime:
         finally:
             self.awaited = None
         self.instances[address] = instance
-        return placement_of(instance).identity.records()  # type: ignore[no-any-return]
+        identity = placement_of(instance).identity
+        self.observed[address] = Observed(identity.instances())
+        return identity.records()  # type: ignore[no-any-return]
 
     def construct(
         self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
@@ -160,6 +201,7 @@ class WorkerRuntime:
 
     def drop(self, address: str) -> None:
         """Forgets an object and its parts; their memory is freed."""
+        self.observed.pop(address, None)
         for known in [known for known in self.instances if is_within(known, address)]:
             del self.instances[known]
 
@@ -179,6 +221,19 @@ class WorkerRuntime:
         """The shards that were reported since the last time, by address and role."""
         reported, self.unreported = self.unreported, {}
         return reported
+
+    def observing(
+        self, identity: Identity, method: RoleMethod[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Observing:
+        """Inside, a call is made; what it changes is to be told, also if it raises."""
+        return _Observing(self, identity, method, args, kwargs)
+
+    def take_changes(self) -> Changes | None:
+        """What calls have changed since the last time, and the driver has another copy of."""
+        if not self.changes.attributes and not self.changes.others:
+            return None
+        changes, self.changes = self.changes, Changes({}, [])
+        return changes
 
     def located(self, location: str) -> tuple[Any, RoleMethod[..., Any]]:
         """The object and the method at a location, as ``driver.location_of`` writes it."""

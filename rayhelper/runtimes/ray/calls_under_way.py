@@ -16,6 +16,7 @@ import ray
 from rayhelper.device_groups import DeviceGroup
 from rayhelper.errors import PlacementError, RoleError, WorkerDiedError
 from rayhelper.roles.futures import Finished
+from rayhelper.roles.left_behind import note_changes
 from rayhelper.runtimes.ray.crew import Crew
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.calls import where_of
@@ -127,10 +128,12 @@ class CallsUnderWay:
         self.crew.forget(address)
 
     def note_shards(self, rank: int, reply: Any) -> Any:
-        """The value of a worker's reply; shards that came with it are remembered."""
+        """The value of a worker's reply; shards and names of changed attributes that came with it are remembered."""
         if not isinstance(reply, Reported):
             return reply
         self.shards.note(rank, reply.shards)
+        if reply.changes:
+            note_changes(reply.changes)
         return reply.value
 
     def where(self, title: str) -> str:

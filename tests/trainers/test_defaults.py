@@ -287,7 +287,7 @@ def test_no_key_of_ours_makes_a_file_ms_swifts() -> None:
     for kind in configurations().values():
         shared = MS_SWIFT_ONLY & {one.name for one in dataclasses.fields(kind)}
         taken_from_there = {"model_name", "model_author", "split_dataset_ratio", "loss_scale", "use_chat_template"}
-        taken_from_there |= {"early_stop_interval"}
+        taken_from_there |= {"early_stop_interval", "preserve_thinking", "add_non_thinking_prefix"}
         assert shared <= taken_from_there, kind
 
 

@@ -190,6 +190,20 @@ def test_a_mark_tells_whether_a_value_was_changed(name: str) -> None:
     assert differ(before, mark(value))
 
 
+def test_a_value_that_cannot_be_read_fails_no_call_and_is_no_change() -> None:
+    class Moving(dict[str, int]):
+        """As one that another thread adds to while it is read."""
+
+        def items(self) -> Any:
+            raise RuntimeError("dictionary changed size during iteration")
+
+    moving = {"a": Moving(b=1)}
+    before = mark(moving)
+    assert not differ(before, mark(moving))
+    moving["c"] = Moving()
+    assert not differ(before, mark(moving))
+
+
 def test_a_tokenizer_that_is_used_is_not_changed() -> None:
     tokenizer = tiny_tokenizer()
     before = mark(tokenizer)

@@ -53,6 +53,7 @@ class Mark(list[Any]):
     """Entries that are compared. At ``most`` so many are wanted."""
 
     most = MOST
+    is_whole = True  # False: reading the value raised, as where another thread changes it meanwhile; nothing is told
 
 
 _Add = Callable[[Any, "Mark", int], None]
@@ -62,7 +63,10 @@ def mark(value: Any, most: int = MOST) -> Mark:
     """What tells later whether the value was changed in place, or is another one."""
     found = Mark()
     found.most = most
-    _add(value, found, _DEPTH)
+    try:
+        _add(value, found, _DEPTH)
+    except Exception:  # a call must not fail because it is observed
+        found.is_whole = False
     return found
 
 
@@ -73,6 +77,8 @@ def is_own(module: str) -> bool:
 
 def differ(before: Any, now: Any) -> bool:
     """Whether two marks, or two plain values, tell of a change."""
+    if not all(one.is_whole for one in (before, now) if isinstance(one, Mark)):
+        return False
     try:
         return before is not now and bool(before != now)
     except Exception:  # values that cannot be compared

@@ -58,7 +58,7 @@ class Attributes:
         held, marks = _held(self.instance), self.marks
         cls: Any = type(self.instance)
         found = []
-        for name, value in held.items():
+        for name, value in list(held.items()):  # another thread may set some meanwhile
             before = marks.get(name, _MISSING)
             if before is value or not (in_full or type(value) in PLAIN or is_another(before, value)):
                 continue

@@ -147,8 +147,11 @@ def test_a_debugger_that_leaves_or_is_lost_leaves_the_rank_at_its_breakpoint(
     monkeypatch.setattr(breakpoints, "_LOST_S", 0.0)
     monkeypatch.setattr(breakpoints, "_LOOK_S", 0.01)
     assert here.ask("killed", (0, "p number\n"))["stop"] == 1
-    told: list[str] = []
-    until(lambda: told.append(capfd.readouterr().err) or "has lost its debugger" in "".join(told))
+    current = here.breakpoints.current
+    assert current is not None
+    until(lambda: current.debugger_id is None)
+    with current.changed:  # it holds this while it writes, and what is written while one reads may be lost
+        assert "has lost its debugger" in capfd.readouterr().err
     monkeypatch.setattr(breakpoints, "_LOST_S", 60.0)
     assert here.ask("next", (0, "q\n"))["stop"] == 1
     thread.join(WITHIN_S)

@@ -358,7 +358,7 @@ def in_a_collective(rank: int, port: int, given_up: Path) -> tuple[str, str]:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
     place |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update({name: str(value) for name, value in place.items()})
-    group = {"device": "CPU", "ranks": 2, "workers": ["train"], "timeout_s": 300 if rank else 1}
+    group = {"device": "CPU", "ranks": 2, "workers": ["train"], "timeout_s": 300 if rank else 4}  # also for ``join``
     attempt = SpmdPlacement.attempt
 
     def attempted(*given: Any) -> Any:

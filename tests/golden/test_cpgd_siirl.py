@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.golden.siirl import record_cpgd as siirl
+from tests.golden.verl import record_ppo
 from trainers.losses.policy import policy_gradient_loss
 from trainers.rewards.advantages import group_advantages
 
@@ -31,7 +32,7 @@ def test_advantages_loss_and_gradient_are_those_of_siirl(weight: str, scale: Lit
         torch.tensor(wanted[weight]),
         drawn["mask"],
         loss_type="cpgd",
-        normaliser=sum(siirl.LENGTHS),
+        normaliser=sum(record_ppo.LENGTHS),
         epsilon=siirl.CLIP_LOW,
         epsilon_high=siirl.CLIP_HIGH,
         policy_drift_coef=siirl.DRIFT,

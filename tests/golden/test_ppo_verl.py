@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,8 @@ def test_advantages_returns_and_losses_are_those_of_verl() -> None:
     assert states.returns is not None
     np.testing.assert_allclose(samples.advantages.values, WANTED["advantages"], atol=1e-6)
     np.testing.assert_allclose(states.returns.values, WANTED["returns"], atol=1e-6)
-    loss, _ = ppo_policy_loss(
+    policy_loss = partial(
+        ppo_policy_loss,
         drawn["logps"],
         drawn["old_logps"],
         samples.advantages.padded(),
@@ -58,21 +60,9 @@ def test_advantages_returns_and_losses_are_those_of_verl() -> None:
         normaliser=lengths.sum(),
         entropy_BT=torch.zeros_like(drawn["logps"]),
     )
+    loss, _ = policy_loss()
     assert loss.item() == pytest.approx(WANTED["policy_loss"], abs=1e-6)
-    with_kl, seen = ppo_policy_loss(
-        drawn["logps"],
-        drawn["old_logps"],
-        samples.advantages.padded(),
-        drawn["mask"],
-        cliprange=verl.CLIP_LOW,
-        cliprange_high=verl.CLIP_HIGH,
-        delta=verl.CLIP_C,
-        normaliser=lengths.sum(),
-        entropy_BT=torch.zeros_like(drawn["logps"]),
-        ref_logps_BT=3 * drawn["ref_logps"],
-        kl_loss_coef=0.5,
-        kl_clip_max=10.0,
-    )
+    with_kl, seen = policy_loss(ref_logps_BT=3 * drawn["ref_logps"], kl_loss_coef=0.5, kl_clip_max=10.0)
     assert with_kl.item() == pytest.approx(WANTED["policy_loss"] + 0.5 * WANTED["kl_loss"], abs=1e-5)
     assert seen.kl is not None
     assert seen.kl.item() / lengths.sum() == pytest.approx(WANTED["kl_loss"], rel=1e-5)

@@ -16,17 +16,16 @@ from typing import Any
 
 import torch
 
-LENGTHS, LONGEST, GROUP = (3, 5, 1, 4), 5, 2
+from tests.golden.verl import record_ppo
+from tests.golden.verl.record_ppo import LENGTHS, LONGEST
+
+GROUP = 2
 CLIP_LOW, CLIP_HIGH, DRIFT = 0.2, 0.28, 0.5
 
 
 def tables() -> dict[str, torch.Tensor]:
     """float32 (4, 5) tables of random numbers, a score a row, and which entries are tokens."""
-    random = torch.Generator().manual_seed(5)
-    found = {name: torch.randn(len(LENGTHS), LONGEST, generator=random).mul(0.7) for name in ("logps", "old_logps")}
-    found["scores"] = torch.randn(len(LENGTHS), generator=random)
-    found["mask"] = torch.arange(LONGEST)[None] < torch.tensor(LENGTHS)[:, None]
-    return found
+    return record_ppo.tables(("logps", "old_logps"), seed=5)
 
 
 def main() -> None:

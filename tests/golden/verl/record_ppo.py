@@ -7,6 +7,7 @@ PYTHONPATH=FOLDER python -m tests.golden.verl.record_ppo > tests/golden/verl/ppo
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ GAMMA, LAM, KL_COEF = 0.97, 0.9, 0.3
 CLIP_LOW, CLIP_HIGH, CLIP_C, CLIP_VALUE = 0.2, 0.28, 1.6, 0.5
 
 
-def tables() -> dict[str, torch.Tensor]:
+OF_PPO = ("logps", "old_logps", "ref_logps", "values", "old_values")
+
+
+def tables(names: Sequence[str] = OF_PPO, seed: int = 3) -> dict[str, torch.Tensor]:
     """float32 (4, 5) tables of random numbers, a score a row, and which entries are tokens."""
-    random = torch.Generator().manual_seed(3)
-    names = ("logps", "old_logps", "ref_logps", "values", "old_values")
+    random = torch.Generator().manual_seed(seed)
     found = {name: torch.randn(len(LENGTHS), LONGEST, generator=random).mul(0.7) for name in names}
     found["scores"] = torch.randn(len(LENGTHS), generator=random)
     found["mask"] = torch.arange(LONGEST)[None] < torch.tensor(LENGTHS)[:, None]

@@ -99,17 +99,13 @@ class LeftBehind:
 
         ``own``: the worker's object, if it lies in this process. What both objects share is not left behind.
         """
-        snapshot, held, theirs = (
-            target._rayhelper.snapshot,
-            getattr(target, "__dict__", {}),
-            getattr(own, "__dict__", {}),
-        )
+        held, theirs = getattr(target, "__dict__", {}), getattr(own, "__dict__", {})
         for name, title in names.items():
             value = held.get(name)
             is_shared = name in theirs and theirs[name] is value and not isinstance(value, PLAIN)
-            if name in self.changed_by or is_shared:
-                continue
-            self.take(Changed(frozenset((name,)), frozenset((name,))), target, title, snapshot)
+            if name not in self.changed_by and not is_shared:
+                changed = Changed(frozenset((name,)), frozenset((name,)))
+                self.take(changed, target, title, target._rayhelper.snapshot)
 
     def told(self, owner: str, name: str) -> str:
         """What is wrong with reading an attribute, and what to do."""

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 
 Turns = Literal["default", "last_round"]
 OWN_KEYS = ("loss", "loss_scale")  # what a message says of itself, for nobody else
-ASKS = ("user", "tool")  # what an answer of the last round answers
 PROBE = "probe"
 Render = Callable[[Sequence[Mapping[str, Any]], bool], str]  # messages, and whether an answer is invited
 
@@ -31,6 +30,11 @@ class Answer(NamedTuple):
     weight: float | None = None  # its own ``loss_scale``
 
 
+def last_asked(messages: Sequence[Mapping[str, Any]]) -> int:
+    """The place of the last turn of a user or a tool, behind which the last round is; -1: there is none."""
+    return max((k for k, message in enumerate(messages) if message["role"] in ("user", "tool")), default=-1)
+
+
 def answers_of(messages: Sequence[Mapping[str, Any]], render: Render, turns: Turns) -> list[Answer]:
     """The answers that are learned, in the characters of ``render(messages, False)``.
 
@@ -38,7 +42,7 @@ def answers_of(messages: Sequence[Mapping[str, Any]], render: Render, turns: Tur
         ValueError: ``loss`` of a message that is no answer, or a template that writes an answer in another way once
             further turns follow.
     """
-    last_user = max((k for k, message in enumerate(messages) if message["role"] in ASKS), default=-1)
+    last = last_asked(messages)
     whole, answers, ending = render(messages, False), [], None
     queries: list[str] = []
     for place, message in enumerate(messages):
@@ -52,7 +56,7 @@ def answers_of(messages: Sequence[Mapping[str, Any]], render: Render, turns: Tur
             continue
         query, queries = "\n".join(queries), []
         weight = _own_weight(message, place)
-        if (says or (says is None and (turns == "default" or place > last_user))) and (weight is None or weight > 0):
+        if (says or (says is None and (turns == "default" or place > last))) and (weight is None or weight > 0):
             start, end = _span(messages, place, whole, render)
             if ending is None:
                 ending = _ending(messages[:place], render)

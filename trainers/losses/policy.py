@@ -137,8 +137,7 @@ def policy_gradient_loss(
     if beta:
         if ref_logps_BT is None:
             raise ValueError(f"beta={beta} needs the KL to a reference: pass ref_logps_BT, or set beta=0.0")
-        kl_BT = k3_divergence(logps, masked(ref_logps_BT, mask, "ref_logps_BT"))
-        kl_BT = kl_BT if kl_clip_max is None else kl_BT.clamp(max=kl_clip_max)
+        kl_BT = k3_divergence(logps, masked(ref_logps_BT, mask, "ref_logps_BT"), kl_clip_max)
         kl_BT = kl_BT * ratios_BX if use_bias_correction_kl else kl_BT
         loss_BX = loss_BX + beta * kl_BT
 

@@ -161,10 +161,11 @@ def discounted_sums(values_BT: torch.Tensor, discount: float) -> torch.Tensor:
     return sums_BT
 
 
-def k3_divergence(logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
+def k3_divergence(logps: torch.Tensor, ref_logps: torch.Tensor, most: float | None = None) -> torch.Tensor:
     """The estimator k3 of KL(policy || reference) at each token: r - log r - 1, r = p_ref / p; never negative.
 
-    log r is held within [-20, 20] (``tokens.held``).
+    log r is held within [-20, 20] (``tokens.held``). ``most``: a larger divergence is cut to it, and has no gradient.
     """
     log_ratios = held(ref_logps - logps)
-    return torch.expm1(log_ratios) - log_ratios
+    divergences = torch.expm1(log_ratios) - log_ratios
+    return divergences if most is None else divergences.clamp(max=most)

@@ -66,7 +66,8 @@ def ppo_policy_loss(
     Raises: ValueError for shapes other than the mask's.
     """
     mask = mask_BT.bool()
-    log_ratios_BT = held(masked(logps_BT, mask, "logps_BT") - masked(old_logps_BT, mask, "old_logps_BT"))
+    logps = masked(logps_BT, mask, "logps_BT")
+    log_ratios_BT = held(logps - masked(old_logps_BT, mask, "old_logps_BT"))
     advantages = masked(advantages_BT, mask, "advantages_BT")
     ratios_BT = log_ratios_BT.exp()
     free_BT = -advantages * ratios_BT
@@ -77,8 +78,7 @@ def ppo_policy_loss(
         losses_BT = torch.where(advantages < 0, torch.minimum(losses_BT, -advantages * delta), losses_BT)
     kl_BT = None
     if ref_logps_BT is not None:
-        kl_BT = k3_divergence(masked(logps_BT, mask, "logps_BT"), masked(ref_logps_BT, mask, "ref_logps_BT"))
-        kl_BT = kl_BT.clamp(max=kl_clip_max) if kl_clip_max is not None else kl_BT
+        kl_BT = k3_divergence(logps, masked(ref_logps_BT, mask, "ref_logps_BT"), kl_clip_max)
         losses_BT = losses_BT + kl_loss_coef * kl_BT
     loss = losses_BT.sum() / (normaliser or 1.0)
     with torch.no_grad():

@@ -5,14 +5,13 @@ The first calls of each method on a worker are looked at, and some of the later 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from rayhelper.values.calls import parameter_names
 from rayhelper.values.dispatch import label_of
-from rayhelper.worker.changed.marks import PLAIN, Mark, differ, mark
+from rayhelper.worker.changed.marks import PLAIN, Mark, differ, is_looked_at, mark
 
-_FIRST = 8  # calls of a method that are looked at
-_EACH = 64  # and one of so many later ones
 _MOST = 8192  # entries of an argument that are looked at
 
 
@@ -20,16 +19,15 @@ class Given:
     """The arguments of calls on one worker."""
 
     def __init__(self) -> None:
-        self.num_calls: dict[Any, int] = {}  # by method
+        self.num_calls: Counter[Any] = Counter()  # by method
         self.told: set[tuple[Any, int | str]] = set()  # by method, the places of arguments
 
     def marks(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Mark] | None:
         """Of the arguments of a call that is about to be made; None: it is not looked at."""
         if not args and not kwargs:
             return None
-        number = self.num_calls.get(method, 0)
-        self.num_calls[method] = number + 1
-        if number >= _FIRST and number % _EACH:
+        self.num_calls[method] += 1
+        if not is_looked_at(self.num_calls[method]):
             return None
         places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         return {

@@ -32,10 +32,13 @@ from typing import Any
 
 import numpy as np
 
+from rayhelper.roles import names
 from rayhelper.roles.project import is_users
 
-PLAIN = frozenset((int, float, str, bool, bytes, complex, type(None)))
+PLAIN = frozenset((*names.PLAIN, bytes, complex))
 MOST = 1024  # entries of one mark
+_OFTEN = 8  # calls of a method that are looked at in full
+_SELDOM = 64  # and later one of so many
 _HASHED = 1 << 14  # plain items of a list that are all read
 _MANY = 512  # items of a container from which on a sample is read
 _SAMPLE = 64
@@ -68,6 +71,11 @@ def mark(value: Any, most: int = MOST) -> Mark:
     except Exception:  # a call must not fail because it is observed
         found.is_whole = False
     return found
+
+
+def is_looked_at(number: int) -> bool:
+    """Whether values are read in full for this call of a method; the first one is 1."""
+    return number <= _OFTEN or not number % _SELDOM
 
 
 def is_own(module: str) -> bool:

@@ -9,18 +9,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from rayhelper.worker.changed.classes import Shared
-from rayhelper.worker.changed.marks import PLAIN, differ, is_another, mark
+from rayhelper.worker.changed.marks import PLAIN, differ, is_another, is_looked_at, mark
 
-OFTEN = 8  # calls of a method after which values are read in full
-SELDOM = 64  # and later every so many
 _MISSING = object()
 
 
 class Observed:
     """The objects of one whole on a worker, each with marks of its attributes.
 
-    What is set anew is seen in every call. What is changed in place is looked for as often as the constants say: a
-    large model takes a millisecond. A change that comes later is blamed on the method after which it is seen.
+    What is set anew is seen in every call. What is changed in place is looked for in some (``is_looked_at``): a large
+    model takes a millisecond. A change that comes later is blamed on the method after which it is seen.
     """
 
     def __init__(self, instances: Iterator[Any]) -> None:
@@ -38,7 +36,7 @@ class Observed:
         """By address, the attributes that were changed since the last time, each with ``title``: by whom."""
         found: dict[str, dict[str, str]] = {}
         self.counts[title] += 1
-        in_full = self.counts[title] <= OFTEN or not self.counts[title] % SELDOM
+        in_full = is_looked_at(self.counts[title])
         for address, one in self.objects.items():
             if names := one.changed(in_full=in_full):
                 found[address] = dict.fromkeys(names, title)

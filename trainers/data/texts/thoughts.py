@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from trainers.data.answers import ASKS
+from trainers.data.answers import last_asked
 from trainers.data.loss_scale import parsed
 
 EMPTY = re.compile(r"<think>\s*</think>")  # in a template: the model may think or not
@@ -98,13 +98,13 @@ class WrittenAnswers:
         return Habits(last, earlier, trims=f"{marks[0]} " not in text)
 
     def _text(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        last_asked = max((k for k, message in enumerate(messages) if message["role"] in ASKS), default=-1)
+        last = last_asked(messages)
         turns, answers = [], {}
         for place, message in enumerate(messages):
             said = _said(message) if message["role"] == "assistant" else None
             if said is not None:
                 mark = MARK.format(place)
-                answers[mark] = (self._answer(said, place > last_asked), not said)
+                answers[mark] = (self._answer(said, place > last), not said)
                 is_listed = isinstance(message.get("content"), list)
                 message = {name: value for name, value in message.items() if name != REASONING}
                 message["content"] = [{"type": "text", "text": mark}] if is_listed else mark

@@ -139,8 +139,10 @@ class Passes:
         longest = max(SHORTEST, power_of_two(inputs.longest_document))
         num_documents = max(FEWEST, power_of_two(_num_documents(inputs, self.length, longest)))
         own = Shape(self.length, num_documents, min(longest, self.length))
-        nearest = min((shape for shape in self.passes if shape.holds(inputs)), default=own)
-        if own in self.passes or nearest == own:
+        if own in self.passes:
+            return own
+        nearest = min((shape for shape in self.passes if shape.holds(inputs)), default=None)
+        if nearest is None:
             return own
         self.lent[own] += 1
         return nearest if nearest.length <= NEARLY * own.length or self.lent[own] <= OFTEN else own

@@ -25,7 +25,7 @@ from rayhelper.values.reply import Changes
 
 _log = logging.getLogger(__name__)
 _CHANGES = (
-    "%s changes %s. With Ray off the driver sees the change. A worker has a copy, so on Ray it does not. "
+    "%s changes %s. With Ray off the driver sees the change. A worker changes a copy, so on Ray the driver does not. "
     "Return the changed value. If the driver does not need it, ignore this warning."
 )
 _STATE_DICT = "state_dict()"

@@ -516,9 +516,9 @@ def test_ray_and_torchrun_give_the_same_bits_with_an_engine_apart(
 def test_vllm_gets_the_weights_of_all_parts(tmp_path: Path, ray_session: RaySession) -> None:
     """Completions are greedy, so that both engines write the same; what vLLM has got is proven by fingerprints."""
     model = save_tiny(tmp_path / "model", head_dim=32)
-    GRPOTrainer(greedy_config(model, tmp_path / "fsdp")).train()
+    GRPOTrainer(greedy_config(model, tmp_path / "fsdp", max_steps=2)).train()
     gc.collect()
-    keys = {"backend": "megatron", PP: 2} | ON_CPU
+    keys = {"backend": "megatron", PP: 2, "max_steps": 2} | ON_CPU
     with ray_session(ENGINE_OF_RAY):
         trainer = LedgerTrainer(greedy_config(model, tmp_path / "megatron", **keys, **VLLM))
         trainer.train()

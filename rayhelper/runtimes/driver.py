@@ -31,6 +31,7 @@ from rayhelper.roles.runtime import Route, Shard, WorkerInfo, state
 from rayhelper.roles.stale import InPlace, Snapshot, kept_attributes
 from rayhelper.roles.used_parts import UsedParts
 from rayhelper.runtimes.off import call_here
+from rayhelper.values.lost import check_constructor
 from rayhelper.watch.watchdog import Call
 from rayhelper.worker.process_group import join_process_group
 
@@ -143,6 +144,7 @@ class DriverRuntime:
             return
         if os.getpid() != self.pid:
             raise forked(f"{type(instance).__name__}(...)")
+        check_constructor(type(instance), args, kwargs)
         groups = self._groups_of(type(instance))
         hosting = list(dict.fromkeys(groups.values()))
         while self.unused:

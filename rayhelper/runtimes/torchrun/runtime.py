@@ -52,6 +52,7 @@ from rayhelper.runtimes.torchrun.placement import OwedCall, SpmdPlacement
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.contents import contents_of
 from rayhelper.values.dispatch import bare
+from rayhelper.values.lost import check_constructor
 from rayhelper.values.shards import Reports, ShardTable
 from rayhelper.watch.patches import stop_at_breakpoints
 from rayhelper.watch.watchdog import Watched
@@ -119,6 +120,7 @@ class TorchrunRuntime:
             return
         self.check_usable(f"{type(instance).__name__}(...)")
         self.settle_owed()
+        check_constructor(type(instance), args, kwargs)
         identity = Identity(instance, None, str(self.num_instances))
         placement = SpmdPlacement(self, identity)
         for group in placement.hosts:

@@ -24,6 +24,8 @@ from trainers.configuration.reading.folders import configurations
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.cpo.config import SimPOConfig
 from trainers.dpo.config import DPOConfig
+from trainers.gkd.config import GKDConfig
+from trainers.gkd.trainer import GKDTrainer
 from trainers.grpo.config import GRPOConfig
 from trainers.parts.model_checks import (
     check_lengths,
@@ -35,6 +37,8 @@ from trainers.parts.model_checks import (
 )
 from trainers.ppo.config import PPOConfig
 from trainers.reward.config import RewardConfig
+from trainers.sampling.config import SamplingConfig
+from trainers.sampling.trainer import SamplingTrainer
 from trainers.sft.config import SFTConfig
 from trainers.sft.trainer import SFTTrainer
 
@@ -456,6 +460,14 @@ def test_an_engine_that_quantizes_its_weights_is_refused_unless_it_keeps_them() 
         GRPOConfig(**keys, vllm_engine_kwargs={"quantization": "fp8"})
     GRPOConfig(**keys, vllm_engine_kwargs={"quantization": None})
     GRPOConfig(**keys, vllm_engine_kwargs={"quantization": "fp8"}, tuner_type="lora", vllm_enable_lora=True)
+
+
+def test_arguments_that_a_models_class_does_not_take_are_named_by_those_that_only_read_it(model: str) -> None:
+    with pytest.raises(ConfigError, match="model_init_kwargs holds min_lr, which is neither"):
+        SamplingTrainer.check(SamplingConfig(**NEEDED | {"model": model, "model_init_kwargs": {"min_lr": 1}}), None)
+    teacher: dict[str, Any] = {"teacher_model": model, "teacher_model_init_kwargs": {"min_lr": 1}}
+    with pytest.raises(ConfigError, match="teacher_model_init_kwargs holds min_lr, which is neither"):
+        GKDTrainer.check(GKDConfig(**NEEDED | {"model": model} | teacher), None)
 
 
 @pytest.mark.parametrize("name", ["a b", "{{ x", "-x"])

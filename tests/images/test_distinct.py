@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from benchmarks.tiny.vision import MODELS, png, save_vision
 from tests.backends.batches import mean_loss
@@ -17,6 +17,7 @@ from tests.images.test_sft import MARGIN, assert_same, our_gradients, sequences_
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.vision.distinct import see_once
 from trainers.backends.fsdp.vision.parts import freeze
+from trainers.backends.megatron.vision.tower import Tower
 
 A, B, C = (png(number) for number in (0, 1, 2))
 FROZEN: dict[str, Any] = {"frozen": ["vit", "aligner"]}
@@ -144,3 +145,16 @@ def test_ranks_of_shards_stay_in_step_where_one_has_equal_pictures_and_one_has_n
     for name, weight in step_of(0, model, whole).items():
         for rank in found:
             assert float((rank[name] - weight).abs().max()) <= MARGIN, name
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_so_does_the_tower_of_megatrons_first_stage(name: str, tmp_path: Path) -> None:
+    model = save_vision(tmp_path, name)
+    tower = Tower.of(AutoConfig.from_pretrained(model), model, dtype=torch.float32, **FROZEN)
+    assert tower is not None
+    tower.build()
+    found = num_seen(tower.vision.module)
+    equal, once = (sequences_of(model, rows_of(*shown)).images or [] for shown in ([[A], [A], [A, B]], [[A], [B]]))
+    given, wanted = (tower.part.get_image_features(**tower.vision.seen(rows)).pooler_output for rows in (equal, once))
+    assert found[0] == found[1]
+    assert torch.equal(torch.cat([wanted[k] for k in (0, 0, 0, 1)]), torch.cat(given))

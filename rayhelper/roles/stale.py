@@ -204,9 +204,9 @@ class Snapshot:
                 continue
             if not _is_kept(self.attributes.get(name, MISSING), held.get(name, MISSING)):
                 raise RoleError(
-                    f"{title} may read self.{name}, which was set on the driver after construction. (The method passes "
-                    f"self to other code, or computes an attribute's name.) The workers of role {method.role!r} still "
-                    "have the value of __init__. Pass the value as an argument, or set it in a method of role "
+                    f"{title} may read self.{name}, which was set on the driver after construction. The workers of "
+                    f"role {method.role!r} still have the value of __init__. (The method passes self to other code, or "
+                    "computes an attribute's name.) Pass the value as an argument, or set it in a method of role "
                     f"{method.role!r}."
                 )
 

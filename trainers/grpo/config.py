@@ -167,8 +167,8 @@ class GRPOConfig(CompletionConfig):
     mask_truncated_completions: bool = False
     """Leave completions that reached ``max_completion_length`` out of the loss."""
     difficulty_range: list[float] | None = None
-    """Leave the completions of a prompt out of the loss, unless their mean reward is between these two numbers, for
-    example [0.1, 0.95]. null: all prompts are learned from."""
+    """Learn only from prompts whose mean reward is between these two numbers, for example [0.1, 0.95]. null: learn from
+    all prompts."""
     sapo_temperature_pos: float = 1.0
     """Steepness of sapo's gate for positive advantages."""
     sapo_temperature_neg: float = 1.05

@@ -80,12 +80,13 @@ class LeftBehind:
     def take(self, changed: Changed, target: Any, title: str, snapshot: Snapshot) -> None:
         """What is changed on workers is not to be read here from now on."""
         held = attributes_of(target)
+        cls: Any = type(target)
         for name in changed.names | {name for name in changed.trained if _learns(held.get(name))}:
             value = held.get(name)
             if value is None or not snapshot.is_as_constructed(name, value):
                 continue
-            if name in slots_of(type(target)):
-                slots_of(type(target))[name].__delete__(target)
+            if slot := slots_of(cls).get(name):
+                slot.__delete__(target)
             else:
                 del target.__dict__[name]
             del snapshot.attributes[name]

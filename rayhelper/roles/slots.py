@@ -13,7 +13,8 @@ _NONE: dict[str, Any] = {}
 def attributes_of(instance: Any) -> dict[str, Any]:
     """By name, to be read only. Of an object without slots it is the very ``__dict__``."""
     held: dict[str, Any] = getattr(instance, "__dict__", _NONE)
-    slots = slots_of(type(instance))
+    cls: Any = type(instance)
+    slots = slots_of(cls)
     if not slots:
         return held
     found = dict(held)

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.tiny.text import tiny_tokenizer
 from rayhelper import RayHelper
+from rayhelper.errors import RoleError
 from rayhelper.worker.changed.marks import differ, mark
 from rayhelper.worker.changed.objects import Observed
 from tests.conftest import session_of
@@ -88,12 +89,20 @@ class Settings:
     seen: list[int]
 
 
-class WithSlot:
-    __slots__ = ("steps",)
+@RayHelper.worker(group="train")
+class Slots:
+    __slots__ = ("__dict__", "steps")  # without weak references
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    @RayHelper.function(group="train", execute="first")
+    def step(self) -> None:
+        self.steps += 1
 
 
 @RayHelper.worker(group="train")
-class Given(WithSlot):
+class Given:
     decay = 1.0
 
     def __init__(
@@ -101,8 +110,9 @@ class Given(WithSlot):
     ) -> None:
         self.layers = torch.nn.Sequential(net)
         self.log, self.hook, self.seen, self.on_step, self.unused = log, hook, settings.seen, on_step, unused
-        self.steps = 0
         self.counts = Counts()
+        self.best: float | None = None
+        self.model: Any = None
 
     @RayHelper.function(group="train", execute="first")
     def step(self, number: int) -> None:
@@ -115,8 +125,8 @@ class Given(WithSlot):
         self.on_step(number)
         self.seen.append(number)
         self.decay = 0.5
-        self.steps += 1
         self.counts.calls += 1
+        self.best, self.model = 0.5, self.layers
 
     @RayHelper.function(group="train", execute="first")
     def read(self) -> float:
@@ -180,14 +190,22 @@ def test_what_the_driver_holds_by_other_names_is_named_in_a_warning(caplog: pyte
     told = [record.getMessage() for record in caplog.records]
     ours = "Given.step (role 'train') changes "
     assert sorted(one.removeprefix(ours).partition(". With Ray off")[0] for one in told) == [
+        "self.best, which Given.__init__ has set to None",
         "self.decay, which has a default in class Given",
         *(f"the argument '{name}' of Given(...)" for name in ("hook", "log", "net", "on_step", "settings")),
         "the global NUM_CALLS",
         "the global STATE",
     ]
-    for name in ("steps", "counts"):
-        with pytest.raises(AttributeError, match=rf"Given\.{name} differs from the workers' value: Given\.step"):
-            getattr(given, name)
+    with pytest.raises(AttributeError, match=r"Given\.counts differs from the workers' value: Given\.step"):
+        _ = given.counts
+    slots = Slots()
+    slots.step()
+    with pytest.raises(AttributeError, match=r"Slots\.steps differs from the workers' value: Slots\.step"):
+        _ = slots.steps
+    other = Slots()
+    other.steps = 5
+    with pytest.raises(RoleError, match=r"reads self\.steps, which was set on the driver"):
+        other.step()
 
 
 class Rows:

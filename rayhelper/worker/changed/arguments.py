@@ -67,7 +67,8 @@ class OfConstructor:
         code = getattr(inspect.unwrap(cls.__init__), "__code__", None)  # type: ignore[misc]
         names = () if code is None else code.co_varnames[1 : code.co_argcount]
         self.labels: dict[int, str] = {}  # by id, of the arguments and of what they hold
-        for place, value in (*enumerate(args), *kwargs.items()):
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for place, value in given:
             label = f"the {label_of(place, names)} of {cls.__name__}(...)"
             for one in (value, *_held_by(value)):
                 if type(one) not in PLAIN:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
@@ -61,21 +62,25 @@ class Attributes:
     """The attributes of one object, with what they were."""
 
     def __init__(self, instance: Any, given: OfConstructor | None = None) -> None:
-        self.instance = instance
+        try:
+            self.instance: Callable[[], Any] = weakref.ref(instance)
+        except TypeError:  # a class without weak references
+            self.instance = lambda: instance
         self.marks: dict[str, Any] = {}
         self.given: dict[str, str] = {}  # by attribute, the argument of the constructor that it holds
         self.callables: dict[str, Any] = {}  # by attribute, marks of what calling such an argument may change
         self.changed(in_full=True)
-        for name, value in _held(instance).items() if given is not None else ():
-            if label := given.kept_as(value):
+        for name, value in _held(instance).items():
+            if given is not None and (label := given.kept_as(value)):
                 self.given[name] = label
                 if isinstance(value, _CALLABLES):
                     self.callables[name] = [*map(mark, behind(value))]
 
     def changed(self, *, in_full: bool) -> tuple[list[str], list[str]]:
         """Those that were set, deleted or, read in full, changed in place since the last time. And what else was."""
-        held, marks = _held(self.instance), self.marks
-        cls: Any = type(self.instance)
+        instance, marks = self.instance(), self.marks
+        held = _held(instance)
+        cls: Any = type(instance)
         found, others = [], []
         for name, value in list(held.items()):  # another thread may set some meanwhile
             before = marks.get(name, _MISSING)
@@ -86,6 +91,8 @@ class Attributes:
                 marks[name] = now
                 if before is not _MISSING or not _is_filled_when_read(cls, name):
                     found.append(name)
+                if before is None and type(value) in PLAIN:
+                    others.append(f"self.{name}, which {cls.__name__}.__init__ has set to None")
                 if before is _MISSING and _is_default(cls, name):
                     others.append(f"self.{name}, which has a default in class {cls.__name__}")
                 if name in self.given and not is_another(before, value):

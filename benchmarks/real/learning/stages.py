@@ -67,7 +67,7 @@ class Begin:
 def command(name: str, begin: Begin, further: dict[str, Any]) -> tuple[list[str], str]:
     """The command of a run, once its data are written; and the model that it begins with.
 
-    Its steps come to ``folder/out/metrics.jsonl``, its models to ``folder/out/checkpoint-STEP`` and ``folder/out/final``.
+    Under ``folder/out`` its steps come to ``metrics.jsonl``, its models to ``checkpoint-STEP`` and ``final``.
     """
     (begin.folder / "out").mkdir(parents=True, exist_ok=True)
     if name in PEERS:

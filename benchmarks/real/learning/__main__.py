@@ -7,8 +7,8 @@
 ``--runs``: sft, grpo, dpo (from samples of the SFT model), gkd (of the SFT model into one with a third of its layers)
 and ppo, and trl_grpo where it is named: GRPO by TRL's trainer; ``stages.py`` has their keys. All but ``sft`` begin with
 the SFT model of their seed, which is trained first where it is missing. The runs are plain YAML files. Accuracy is that
-of greedy completions of the model at the start and at ``--points`` checkpoints. It is measured after the run and does not
-count for its seconds.
+of greedy completions of the model at the start and at ``--points`` checkpoints. It is measured after the run, and its
+seconds do not count.
 
 ``--out`` (outputs/real) gets ``results.json``, a plot of each run, and the last model of each seed. A run that is in
 ``results.json`` is not repeated: an interrupted command continues.

@@ -27,6 +27,7 @@ from rayhelper.roles.inside import Inside
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.names import MISSING, PLAIN, Names, function_of, of_class, of_method, set_by
 from rayhelper.roles.slots import attributes_of
+from rayhelper.roles.tensors import bytes_of, some_of
 from rayhelper.values.slicing import instance_of
 
 
@@ -267,12 +268,17 @@ def _held_of(instance: Any) -> dict[str, Any]:
 def _stamp(value: Any) -> Any:
     """Another one when a module or tensor was changed in place; None: it is none."""
     if instance_of(value, "torch.nn", "Module"):
-        tensors = (*value.parameters(), *value.buffers())
+        tensors = [*value.parameters(), *value.buffers()]
         modes = tuple(module.training for module in value.modules())
-        return modes, tuple(map(_stamp, tensors))
+        contents = [bytes_of(one) for one in some_of(tensors, _READ_TENSORS)]
+        return modes, [_stamp_of_tensor(one) for one in tensors], contents
     if instance_of(value, "torch", "Tensor"):
-        return value._version, value.dtype, value.device.type, value.requires_grad, id(value)
+        return _stamp_of_tensor(value), bytes_of(value)
     return None
+
+
+def _stamp_of_tensor(value: Any) -> Any:
+    return value._version, value.dtype, value.device.type, value.requires_grad, id(value)
 
 
 @functools.cache
@@ -282,6 +288,7 @@ def _hooks_of_torch() -> Collection[str]:
 
 
 _DEPTH = 3
+_READ_TENSORS = 16  # of a module, whose contents are read
 _MOST_ITEMS = 64
 
 

@@ -63,9 +63,10 @@ def check_same_arguments(outcomes: list[Outcome]) -> None:
         what = "the same items in another order" if here.is_reordered(other.contents) else "other contents"
         raise RoleError(
             f"{outcomes[0].call}: rank {rank} passes {what} than rank 0: under torchrun every process must call with "
-            "the same arguments. Each takes its own slice of them. Look for a DataLoader or a shuffle without a seed: "
-            "call torch.manual_seed(...) in main, or give it generator=torch.Generator().manual_seed(...). Do not "
-            "give it a DistributedSampler. A time, a path or the order of a set is known to one process only. Get it "
+            "the same arguments. Each takes its own slice of them. Look for a DataLoader, a shuffle or a new model "
+            "without a seed: call torch.manual_seed(...) in main, or give a DataLoader "
+            "generator=torch.Generator().manual_seed(...). Do not give it a DistributedSampler. "
+            "A time, a path or the order of a set is known to one process only. Get it "
             "in a method of group 'driver' with execute='first'. If a role changes the argument in place, only its "
             "own process has the change: return the value."
         )

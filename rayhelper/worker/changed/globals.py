@@ -5,6 +5,7 @@ From their code, not from their source: a class that came by value has none on a
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,7 @@ from rayhelper.roles.methods import RoleMethod
 from rayhelper.worker.changed.marks import is_own, may_keep_copies
 
 _MOST_FUNCTIONS = 2000
+_OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL")
 _CACHED: Any = type(functools.lru_cache(len))
 _CODE = (type, FunctionType, BuiltinFunctionType, ModuleType, RoleMethod, _CACHED)
 
@@ -70,19 +72,18 @@ def functions_in(value: Any) -> Iterator[FunctionType]:
 
 def _names_of(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
     """The globals to which a function refers, and names of the user's modules to which it refers."""
-    namespace, names = function.__globals__, set(_names_in(function.__code__))
-    modules = []
-    for name in names & namespace.keys():
-        value = namespace[name]
-        yield namespace, name
-        if isinstance(value, ModuleType) and is_own(value.__name__):
-            modules.append(vars(value))
-    for module in modules:
-        yield from ((module, name) for name in names & module.keys())
+    namespace = function.__globals__
+    for code in _codes_in(function.__code__):
+        names = {one.argval for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS}
+        for name in names & namespace.keys():
+            value = namespace[name]
+            yield namespace, name
+            if isinstance(value, ModuleType) and is_own(value.__name__):
+                yield from ((vars(value), of_module) for of_module in set(code.co_names) & vars(value).keys())
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    yield code
     for one in code.co_consts:
         if isinstance(one, CodeType):
-            yield from _names_in(one)
+            yield from _codes_in(one)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import ctypes
 import enum
 import functools
 import pathlib
@@ -35,6 +34,7 @@ import numpy as np
 from rayhelper.roles import names
 from rayhelper.roles.project import is_users
 from rayhelper.roles.slots import attributes_of, slots_of
+from rayhelper.roles.tensors import bytes_of, some_of
 
 PLAIN = frozenset((*names.PLAIN, bytes, complex))
 MOST = 1024  # entries of one mark
@@ -204,7 +204,7 @@ def _array(value: Any, found: Mark, depth: int) -> None:
 
 def _tensor(value: Any, found: Mark, depth: int) -> None:
     _tensors([value], found)
-    _contents(value, found)
+    found += bytes_of(value)
 
 
 def _tensors(tensors: list[Any], found: Mark) -> None:
@@ -216,23 +216,6 @@ def _tensors(tensors: list[Any], found: Mark) -> None:
         found += [one._version for one in tensors if not one.is_inference()]
     gradients = [one.grad for one in tensors if one.requires_grad and one.is_leaf]
     found += [None if one is None else one._version for one in gradients]
-
-
-def _contents(tensor: Any, found: Mark) -> None:
-    """A few bytes of a tensor of the CPU: what changes ``tensor.data`` or shared memory counts no version.
-
-    From memory, as an operation of torch lets other threads run first, which may take long.
-    """
-    if type(tensor).__name__ not in ("Tensor", "Parameter") or tensor.device.type != "cpu":
-        return  # of another kind the numbers may lie elsewhere
-    if tensor.layout is not _torch().strided or not tensor.is_contiguous():
-        return
-    num_bytes, address = tensor.numel() * tensor.element_size(), tensor.data_ptr()
-    held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
-    if address and 8 <= num_bytes <= held:
-        found += [ctypes.string_at(address + at, 8) for at in range(0, num_bytes - 7, max(8, num_bytes // 6 & ~7))]
-    elif address and 0 < num_bytes <= held:
-        found.append(ctypes.string_at(address, num_bytes))
 
 
 def _module(value: Any, found: Mark, depth: int) -> None:
@@ -255,9 +238,8 @@ def _module(value: Any, found: Mark, depth: int) -> None:
                 _add(held[name], found, depth - 1)
     tensors = [one for one in every if one is not None]
     _tensors(tensors, found)
-    if tensors:
-        for one in tensors[:: -(-len(tensors) // _READ_TENSORS)]:
-            _contents(one, found)
+    for one in some_of(tensors, _READ_TENSORS):
+        found += bytes_of(one)
 
 
 def _torch() -> Any:

@@ -20,6 +20,7 @@ import argparse
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any
 
 WIDTH, LABELS, FIGURES = 640, 170, 110  # of the picture, of the names at the left, of the numbers at the right
 BAR, GAP, TITLE, HEAD = 20, 6, 26, 46
+LINE = 88  # characters that fit into the width
 STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#1b1f24}.quiet{fill:#57606a}.title{font-weight:600;font-size:15px}"
     ".ours{fill:#0b62c4}.peer{fill:#8a949e}.scatter{stroke:#1b1f24;stroke-width:1.5}"
@@ -65,9 +67,9 @@ def svg(question: Mapping[str, Any]) -> str:
             parts.append(_text(LABELS + room * (bar.get("high") or bar["value"]) / most + 8, middle + 5, _number(bar)))
         y += BAR + GAP
     where = ", ".join(str(question[name]) for name in ("card", "commit", "command") if question.get(name))
-    if where:
-        parts.append(_text(0, y + 14, where, "quiet"))
-        y += TITLE
+    for line in textwrap.wrap(where, LINE):
+        parts.append(_text(0, y + 14, line, "quiet"))
+        y += BAR
     better = f"; {question['better']} is better" if question.get("better") else ""
     subtitle = f"{question['unit']}{better}"
     return (

@@ -1,4 +1,4 @@
-"""The class that ``package.module:Class`` or ``path/to/file.py:Class`` names."""
+"""The class that ``package.module:Class`` or ``path/to/file.py:Class`` names, and modules that users name."""
 
 from __future__ import annotations
 
@@ -44,6 +44,20 @@ def search_current_folder() -> None:
     """Put the current folder on ``sys.path``, as ``python -m`` does; a console command does not."""
     if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.insert(0, str(Path.cwd()))
+
+
+def module_named(name: str) -> ModuleType:
+    """The module of that name. The current folder is searched too, after everything else.
+
+    Raises ImportError as ``import`` does.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise
+    search_current_folder()
+    return importlib.import_module(name)
 
 
 def _of_name(name: str, qualname: str) -> ModuleType:

@@ -40,6 +40,16 @@ def test_bars_are_as_long_as_their_numbers_and_say_them() -> None:
     assert max(float(text.attrib["x"]) for text in chart.iter(f"{SVG}text")) < 600, "numbers have room at the right"
 
 
+def test_a_long_line_below_the_chart_is_broken_within_the_width() -> None:
+    command = "python -m benchmarks.real.grpo --shape 1.7b --steps 24, python -m benchmarks.real.sft --shape 0.6b"
+    chart = ElementTree.fromstring(svg(QUESTION | {"command": command}))
+    below = [text.text or "" for text in chart.iter(f"{SVG}text")][10:]
+    assert " ".join(below) == f"H100, abc1234, {command}"
+    assert max(map(len, below)) * 7 < int(chart.attrib["width"])
+    last = max(float(text.attrib["y"]) for text in chart.iter(f"{SVG}text"))
+    assert last < int(chart.attrib["viewBox"].split()[3])
+
+
 def test_the_chart_says_itself_in_words() -> None:
     told = "GRPO <step>. short, ours & more: 4,000 tokens/s; short, TRL: 1,000 tokens/s; long, verl: not measured."
     assert words(QUESTION) == told

@@ -32,6 +32,7 @@ from rayhelper.text import parse_text
 from rayhelper.timeline import html
 from rayhelper.timeline.trace import STEP, Span
 from tests import screens
+from tests.sentences import faults, sentences
 from tests.trainers.test_report import a_run
 from trainers import parts, plugins
 from trainers.cli import placement
@@ -393,3 +394,28 @@ def test_the_page_of_your_own_trainer_shows_the_lines_of_the_example() -> None:
     shown = [block for block in blocks if "".join(block.split()) in "".join(example.split())]  # however it is indented
     assert len(shown) >= 8, "the keys, the parts, the loop and the loss"
     assert all("RayHelper.session" in block for block in blocks if block not in shown)
+
+
+def test_no_sentence_breaks_a_rule_of_plain_english_that_a_machine_decides() -> None:
+    found = [f"{where}: {', '.join(told)}: {text}" for _, where, text in sentences() if (told := faults(text))]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (" ".join(["word"] * 23) + ".", ["23 words"]),
+        (f"A call of `{'x ' * 30}` and [a page](<a b c d e f g h i j k l m n o p q r s t>) is short.", []),
+        ("Write a; or write b; or write c.", ["two semicolons"]),
+        ("`a; b; c`, q_proj; k_proj; v_proj", []),
+        ("The user is told the name.", ["write: RayHelper reports, or raises"]),
+        (
+            "The actor is told what — it asks.",
+            ["write: RayHelper reports, or raises", "write: a full stop, a comma or a colon"],
+        ),
+        ("A worker makes room for it, as its other's weights are under way.", 3),
+    ],
+)
+def test_a_sentence_that_breaks_a_rule_is_found(text: str, told: Any) -> None:
+    found = faults(text)
+    assert (found if isinstance(told, list) else len(found)) == told

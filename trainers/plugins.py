@@ -40,7 +40,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import importlib.util
 import inspect
 import json
@@ -53,6 +52,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from rayhelper.named_class import module_named
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.losses.types import Average, PolicyLoss
 from trainers.rewards.types import AdvantageEstimator
@@ -244,7 +244,7 @@ def load_plugins(external_plugins: Iterable[str | Path]) -> list[ModuleType]:
 def _load(plugin: str | Path) -> ModuleType:
     is_file = isinstance(plugin, Path) or plugin.endswith(".py") or "/" in plugin
     try:
-        return _load_file(Path(plugin).expanduser().resolve()) if is_file else importlib.import_module(str(plugin))
+        return _load_file(Path(plugin).expanduser().resolve()) if is_file else module_named(str(plugin))
     except FileNotFoundError:
         raise
     except Exception as error:

@@ -41,7 +41,8 @@ WORDS = {bool: "true, false", int: "whole number", float: "number", str: "text",
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """The page with its markers replaced. Called by mkdocs."""
     made = {"keys": key_tables, "api": api_entries}
-    markdown = markdown.replace("](../../benchmarks/plots/", "](../plots/")  # where on_files puts them
+    for up in ("", "../"):  # to where on_files puts them
+        markdown = markdown.replace(f"]({up}../benchmarks/plots/", f"]({up}plots/")
     return MARKER.sub(lambda marker: made[marker[1]](marker[2]), markdown)
 
 

@@ -26,6 +26,7 @@ from rayhelper.errors import RoleError
 from rayhelper.roles.inside import Inside
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.names import MISSING, PLAIN, Names, function_of, of_class, of_method, set_by
+from rayhelper.roles.slots import attributes_of
 from rayhelper.values.slicing import instance_of
 
 
@@ -69,7 +70,7 @@ class Snapshot:
         torchs = _hooks_of_torch() if instance_of(instance, "torch.nn", "Module") else ()
         self.inside = {
             name: Inside(value)
-            for name, value in vars(instance).items()
+            for name, value in attributes_of(instance).items()
             if not isinstance(value, PLAIN) and name not in torchs
         }
         self.inside_globals = {
@@ -88,7 +89,7 @@ class Snapshot:
         names = of_method(cls, method)
         self.check_attributes(method, names, target, title, "self")
         if names.reads_any:
-            self._check_any(method, cls, vars(target), title)
+            self._check_any(method, cls, attributes_of(target), title)
         for one, before in self.classes.items():
             if (one in names.classes or one in cls.__mro__) and not _is_untouched(vars(one), before):
                 self._check_class(method, cls, one, names, title)
@@ -104,7 +105,7 @@ class Snapshot:
         ``owner``: the object, as messages name it.
         """
         cls: Any = type(target)
-        held = vars(target)
+        held = attributes_of(target)
         for name in names.reads:
             if not _is_kept(self.attributes.get(name, MISSING), held.get(name, MISSING)):
                 if name not in self.attributes and _is_filled_when_read(cls, name):
@@ -136,7 +137,7 @@ class Snapshot:
 
     def called(self, names: Names, target: Any) -> None:
         """A call is made of what sets these names: they are the workers' own from now on, whatever the driver has."""
-        held = vars(target)
+        held = attributes_of(target)
         for name in names.writes:
             self.left_to_roles[name] = _kept(held[name]) if name in held else MISSING
 
@@ -203,9 +204,9 @@ class Snapshot:
                 continue
             if not _is_kept(self.attributes.get(name, MISSING), held.get(name, MISSING)):
                 raise RoleError(
-                    f"{title} may read self.{name}, which was set on the driver after construction. (The method passes "
-                    f"self to other code, or computes an attribute's name.) The workers of role {method.role!r} still "
-                    "have the value of __init__. Pass the value as an argument, or set it in a method of role "
+                    f"{title} may read self.{name}, which was set on the driver after construction. The workers of "
+                    f"role {method.role!r} still have the value of __init__. (The method passes self to other code, or "
+                    "computes an attribute's name.) Pass the value as an argument, or set it in a method of role "
                     f"{method.role!r}."
                 )
 
@@ -215,6 +216,8 @@ class Snapshot:
         for name in now.keys() | before.keys():
             value, was = now.get(name, MISSING), before.get(name, MISSING)
             is_read = name in names.attributes or (name.startswith("__") and isinstance(value, FunctionType))
+            if name in names.reads_of_roles and name not in self.left_to_roles:  # a default, until a role sets its own
+                is_read = name not in of_class(cls).set_elsewhere
             if value is not was and is_read and not _is_same(value, was):
                 known = f"self.{name}" if one in cls.__mro__ else f"{one.__name__}.{name}"
                 raise RoleError(
@@ -257,7 +260,7 @@ class InPlace:
 
 
 def _held_of(instance: Any) -> dict[str, Any]:
-    held = getattr(instance, "__dict__", {})
+    held = attributes_of(instance)
     return {**held, **held.get("_parameters", {}), **held.get("_buffers", {}), **held.get("_modules", {})}
 
 
@@ -308,7 +311,7 @@ _ONLY_HERE = object()  # what no attribute is
 
 def kept_attributes(instance: Any) -> dict[str, Any]:
     """What tells later whether the attributes of an object are still the same."""
-    return {name: _kept(value) for name, value in vars(instance).items()}
+    return {name: _kept(value) for name, value in attributes_of(instance).items()}
 
 
 def _is_equal(now: Any, before: Any) -> bool:

@@ -175,5 +175,5 @@ def test_pairs_of_texts_become_conversations_too() -> None:
 
 
 def test_a_row_that_is_none_of_these_is_told_that_texts_are_learned_as_they_are() -> None:
-    with pytest.raises(ValueError, match="texts are learned as they are, and with system: '' as conversations"):
+    with pytest.raises(ValueError, match="With system: '' they become conversations"):
         tokenize_sft(Dataset.from_list([{"ask": "a", "say": "b"}]), tokenizer(), max_length=None)

@@ -289,6 +289,17 @@ def test_a_wrong_spec_says_what_is_known(spec: Any, message: str) -> None:
         resolve_rewards([spec])
 
 
+def test_a_module_in_the_current_folder_is_found_by_the_command_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_this_folder").mkdir()
+    (tmp_path / "of_this_folder" / "rewards.py").write_text("def one(completions, **_):\n    return [1.0]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    (function, name), *_ = resolve_rewards("of_this_folder.rewards.one")[0]
+    assert (name, score([(function, name)], ["p"], ["c"], [[1]], {}).tolist()) == ("one", [[1.0]])
+
+
 def test_trl_functions_have_their_names_and_read_completions_of_either_form() -> None:
     assert {"accuracy_reward", "accuracy", "think_format", "get_repetition_penalty_reward"} <= set(known_rewards())
     pairs, _ = resolve_rewards(["accuracy_reward", "think_format", {"name": "cosine_scaled", "max_len": 2}])

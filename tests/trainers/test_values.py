@@ -553,7 +553,7 @@ def right(kind: type[RunConfig]) -> dict[str, Any]:
     return NEEDED | needed.get(kind.__name__, {}) | (GRPO if kind.__name__ in rewarded else {})
 
 
-@settings(max_examples=1000, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, suppress_health_check=list(HealthCheck))
 @given(malformed())
 def test_whatever_is_written_in_python_is_accepted_or_refused_in_one_line(case: tuple[type, dict[str, Any]]) -> None:
     kind, keys = case
@@ -570,7 +570,7 @@ def test_whatever_is_written_in_python_is_accepted_or_refused_in_one_line(case: 
             assert math.isfinite(kept) or name == "prm_threshold", name
 
 
-@settings(max_examples=450, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(malformed(), st.booleans())
 def test_whatever_is_written_in_a_file_or_on_the_command_line_is_too(
     tmp_path_factory: pytest.TempPathFactory, case: tuple[type[TrainConfig], dict[str, Any]], in_file: bool

@@ -36,8 +36,8 @@ class PairConfig(AnswersConfig):
 
     # Loss
     nll_batch_size: int | None = None
-    """Pairs in a batch of the likelihood of the chosen completions: it is a mean over the tokens of each batch, then
-    over the pairs. null: over all tokens of the step."""
+    """Pairs in a batch of the likelihood of the chosen completions. It is a mean over the tokens of each batch, then a
+    mean over the pairs. null: a mean over all tokens of the step."""
     beta: float = 0.1
     """Weight of the difference between the log-probabilities of the two completions."""
 

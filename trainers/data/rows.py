@@ -325,8 +325,8 @@ class SFTEncoder:
         else:
             raise ValueError(
                 f"a row to learn from has {self.text_field!r}, 'messages', or 'prompt' and 'completion'; this one has "
-                f"{', '.join(name for name, value in row.items() if value is not None)}. Rename with `columns`; "
-                "texts are learned as they are, and with system: '' as conversations, by the chat template."
+                f"{', '.join(name for name, value in row.items() if value is not None)}. Rename with `columns`. "
+                "Texts are learned unchanged. With system: '' they become conversations of the chat template."
             )
         return list(ids), [0.0] * start + [float(weight) for weight in weights[start:]]
 
@@ -414,8 +414,8 @@ def _chat_template(row: Mapping[str, Any], tokenizer: Any, assistant_only_loss: 
     except ValueError as error:
         raise ValueError(
             "assistant_only_loss needs a chat template that marks the assistant's words with {% generation %} ... "
-            "{% endgeneration %}; this tokenizer's has no marks, and TRL has no marked copy of it. Add the marks, or "
-            "turn assistant_only_loss off."
+            "{% endgeneration %}. The template of this tokenizer has no marks, and TRL has no marked copy of it. Add "
+            "the marks, or turn assistant_only_loss off."
         ) from error
 
 

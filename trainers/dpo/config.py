@@ -47,8 +47,8 @@ class DPOConfig(ReferenceConfig):
     rpo_alpha: float | None = None
     """Adds the loss type sft with this weight (RPO, arXiv 2404.19733). null: it is not added."""
     nll_batch_size: int | None = None
-    """Pairs in a batch of the likelihood of the chosen completions: it is a mean over the tokens of each batch, then
-    over the pairs. null: over all tokens of the step."""
+    """Pairs in a batch of the likelihood of the chosen completions. It is a mean over the tokens of each batch, then a
+    mean over the pairs. null: a mean over all tokens of the step."""
     beta: float = 0.1
     """How strongly the policy is kept close to the reference. A larger value keeps it closer."""
     label_smoothing: float = 0.0

@@ -65,7 +65,7 @@ def check_used(config: GRPOConfig, groups: DeviceGroups | None) -> None:
     for group in () if groups is None else groups.groups:
         if not any(is_used.get(role, True) for role in group.roles):
             raise ConfigError(
-                f"device group {group.name!r} hosts {', '.join(group.roles)} alone, which this run does not use. Role "
-                "reference needs beta and, with LoRA, ref_model; teacher needs teacher_model; reward needs "
-                "reward_model. Its devices would be idle: remove the group."
+                f"device group {group.name!r} hosts {', '.join(group.roles)} alone, which this run does not use. Its "
+                "devices would be idle. Remove the group, or give the key that a role needs. Role reference: beta and, "
+                "with LoRA, ref_model. Role teacher: teacher_model. Role reward: reward_model."
             )

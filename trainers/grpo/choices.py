@@ -69,7 +69,9 @@ def is_known(config: Any, key: str, *, plugins_imported: bool) -> bool:
             f"{key} must be one of {', '.join(known)}, or {{name: ..., argument: value}}; got {getattr(config, key)!r}"
         )
     if name in bundled and arguments:
-        raise ConfigError(f"{key}: what {name} is told are separate keys: write {', '.join(arguments)} beside it")
+        raise ConfigError(
+            f"{key}: {name} takes its arguments as separate keys. Write {', '.join(arguments)} beside {key}"
+        )
     if name in known:
         return True
     if config.external_plugins and not plugins_imported:

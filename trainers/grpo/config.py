@@ -48,6 +48,9 @@ class GRPOConfig(CompletionConfig):
     """Completions generated at once, over all workers. null: the completions of ``steps_per_generation`` steps."""
     steps_per_generation: int | None = None
     """Micro-batches per worker that one generation fills. null: ``gradient_accumulation_steps``."""
+    shuffle_generation: bool = True
+    """Whether completions are shuffled before they are divided among the optimizer steps of their generation. false:
+    each step takes the next completions of every worker, as in ms-swift."""
     num_iterations: int = 1
     """Number of passes through each generation (mu in the paper)."""
 
@@ -164,8 +167,8 @@ class GRPOConfig(CompletionConfig):
     mask_truncated_completions: bool = False
     """Leave completions that reached ``max_completion_length`` out of the loss."""
     difficulty_range: list[float] | None = None
-    """Leave the completions of a prompt out of the loss, unless their mean reward is between these two numbers, for
-    example [0.1, 0.95]. null: all prompts are learned from."""
+    """Learn only from prompts whose mean reward is between these two numbers, for example [0.1, 0.95]. null: learn from
+    all prompts."""
     sapo_temperature_pos: float = 1.0
     """Steepness of sapo's gate for positive advantages."""
     sapo_temperature_neg: float = 1.05

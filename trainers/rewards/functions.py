@@ -22,10 +22,12 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rayhelper.named_class import module_named
 from rayhelper.text import DID_YOU_MEAN, nearest
 from rayhelper.watch.time_limit import awaited_within, within
 from trainers.batch import Ragged
@@ -461,9 +463,10 @@ def _imported(path: str) -> Any:
     """The object at ``module:name`` or ``module.name``. Raises ValueError if there is none."""
     module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     try:
-        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
+        return functools.reduce(getattr, attribute.split("."), module_named(module_name))
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"reward {path!r} cannot be imported: {type(error).__name__}: {error}. Write module:function, with the "
-            f"module's folder on PYTHONPATH, or register the function in a file of external_plugins."
+            f"reward {path!r} cannot be imported: {type(error).__name__}: {error}. Write module:function. The "
+            f"module must be installed, on PYTHONPATH or in {Path.cwd()}. Or register the function in a file of "
+            "external_plugins."
         ) from error

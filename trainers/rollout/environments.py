@@ -19,12 +19,12 @@ episode, or None where it gave none. Functions that the model may call are an en
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rayhelper.named_class import module_named
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.plugins import ENVIRONMENTS
 
@@ -117,7 +117,7 @@ def imported(kind: str, path: str, known: Mapping[str, Any]) -> Any:
     """The object at ``module:name`` or ``module.name``. Raises ValueError if there is none."""
     module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     try:
-        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
+        return functools.reduce(getattr, attribute.split("."), module_named(module_name))
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"unknown {kind} {path!r} ({error}).{nearest(path, known, DID_YOU_MEAN)} Known: "

@@ -10,6 +10,7 @@ from rayhelper.errors import DeadlineError, RoleError
 from rayhelper.roles.parts import Record
 from rayhelper.runtimes.torchrun.exchange import Watch
 from rayhelper.values.contents import Contents
+from rayhelper.values.reply import Changes
 from rayhelper.values.shards import Reports
 from rayhelper.worker.failures import Failure
 
@@ -22,6 +23,7 @@ class Outcome:
     value: Any = None
     failure: Failure | None = None
     shards: Reports = field(default_factory=dict)  # that the process reported since the last call
+    changes: Changes | None = None  # that the call has made to objects, where other processes do not host them
     parts: tuple[Record, ...] = ()  # of the object that was constructed
     given: str = ""  # how many arguments and items
     contents: Contents | None = None  # of the arguments; None: they are not compared in this call

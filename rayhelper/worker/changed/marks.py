@@ -34,6 +34,7 @@ import numpy as np
 
 from rayhelper.roles import names
 from rayhelper.roles.project import is_users
+from rayhelper.roles.slots import attributes_of, slots_of
 
 PLAIN = frozenset((*names.PLAIN, bytes, complex))
 MOST = 1024  # entries of one mark
@@ -136,7 +137,7 @@ def reader_of(kind: Any) -> _Add:
             return reader
     if kind in _ITERATORS:
         return _iterator
-    if not kind.__dictoffset__:
+    if not kind.__dictoffset__ and not slots_of(kind):
         return _identity
     module = str(kind.__module__)
     if is_dataclass(kind) or issubclass(kind, (types.SimpleNamespace, argparse.Namespace)) or is_own(module):
@@ -310,20 +311,25 @@ def _suspended(value: Any, found: Mark, depth: int) -> None:
 
 
 def _object(value: Any, found: Mark, depth: int) -> None:
-    held = value.__dict__
+    held = attributes_of(value)
     found.append(id(value))
     if depth:
         for name, item in held.items() if len(held) <= _MANY else islice(held.items(), _SAMPLE):
-            if _KEEPS_COPIES.search(name) is None:
+            if not may_keep_copies(name):
                 found.append(name)
                 _add(item, found, depth - 1)
+
+
+def may_keep_copies(name: str) -> bool:
+    """Whether a name says that what it holds may be computed again."""
+    return _KEEPS_COPIES.search(name) is not None
 
 
 def _library(value: Any, found: Mark, depth: int) -> None:
     found.append(id(value))
     if depth < _DEPTH - 3:
         return
-    for name, item in value.__dict__.items():
+    for name, item in attributes_of(value).items():
         kind: Any = type(item)
         if kind in PLAIN or reader_of(kind) in _OF_LIBRARIES or is_dataclass(kind):
             found.append(name)

@@ -465,6 +465,8 @@ def test_an_engine_that_quantizes_its_weights_is_refused_unless_it_keeps_them() 
 def test_arguments_that_a_models_class_does_not_take_are_named_by_those_that_only_read_it(model: str) -> None:
     with pytest.raises(ConfigError, match="model_init_kwargs holds min_lr, which is neither"):
         SamplingTrainer.check(SamplingConfig(**NEEDED | {"model": model, "model_init_kwargs": {"min_lr": 1}}), None)
+    with pytest.raises(ConfigError, match="max_completion_length is 1000000, but the model"):
+        SamplingTrainer.check(SamplingConfig(**NEEDED | {"model": model, "max_completion_length": 10**6}), None)
     teacher: dict[str, Any] = {"teacher_model": model, "teacher_model_init_kwargs": {"min_lr": 1}}
     with pytest.raises(ConfigError, match="teacher_model_init_kwargs holds min_lr, which is neither"):
         GKDTrainer.check(GKDConfig(**NEEDED | {"model": model} | teacher), None)

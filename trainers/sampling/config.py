@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from rayhelper import ConfigError
 from trainers.configuration.completion import check_stop_token_ids
+from trainers.configuration.reading.secrets import masked
 from trainers.configuration.roles import Role
 from trainers.configuration.shared import RunConfig, unread
 from trainers.configuration.values import at_least, check_seconds, is_there
@@ -184,7 +185,7 @@ class SamplingConfig(RunConfig):
         if not self.stop_token_ids:
             del values["stop_token_ids"]  # ledgers from before there was such a key go on
         plain: dict[str, Any] = json.loads(
-            json.dumps(values, default=lambda value: getattr(value, "__name__", "object"))
+            json.dumps(masked(values), default=lambda value: getattr(value, "__name__", "object"))
         )
         return plain
 

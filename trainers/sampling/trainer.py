@@ -39,7 +39,7 @@ from trainers.configuration.values import is_there
 from trainers.data.images.processor import ImageReader
 from trainers.data.rows import prompt_of
 from trainers.parts.inputs import REWARD_MODEL, image_reader, read_rows
-from trainers.parts.model_checks import check_arguments
+from trainers.parts.model_checks import check_arguments, check_lengths
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.plugins import MODELS, load_plugins, resolve_model
 from trainers.report.command import write_of
@@ -102,6 +102,7 @@ class SamplingTrainer:
             check_generation_kwargs(config.engine_kwargs, key="engine_kwargs", beside=keys)
             if is_there(config.model, Path.is_dir):
                 check_arguments("model_init_kwargs", config.model_init_kwargs, config.model, config.trust_remote_code)
+                check_lengths(config)
         elif config.engine == "vllm":
             check_vllm(config, groups)
         if not config.resume and not config.override_exist_file:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from rayhelper.roles.names import PLAIN
 from rayhelper.roles.reached import Reached, is_module
 from rayhelper.roles.runtime import state
-from rayhelper.roles.slots import attributes_of, slots_of
 from rayhelper.roles.stale import Snapshot
+from rayhelper.values.attributes import attributes_of, slots_of
 from rayhelper.values.reply import Changes
 
 _log = logging.getLogger(__name__)

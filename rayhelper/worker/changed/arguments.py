@@ -16,7 +16,7 @@ from itertools import islice
 from types import BuiltinMethodType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
-from rayhelper.roles.slots import attributes_of
+from rayhelper.values.attributes import attributes_of
 from rayhelper.values.calls import parameter_names
 from rayhelper.values.dispatch import label_of
 from rayhelper.values.slicing import instance_of

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
-from rayhelper.roles.slots import attributes_of
+from rayhelper.values.attributes import attributes_of
 from rayhelper.worker.changed.arguments import OfConstructor, behind
 from rayhelper.worker.changed.classes import Shared
 from rayhelper.worker.changed.marks import PLAIN, differ, is_another, is_looked_at, is_own, mark

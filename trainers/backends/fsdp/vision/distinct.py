@@ -21,6 +21,7 @@ from trainers.backends.random_state import dropouts
 GRID = "grid_thw"  # the argument of towers that take the patches of all pictures in one row
 NUM_SAMPLED = 16  # numbers of each picture that are compared first
 TOLERANCE = 5e-2  # of the largest number, in any dtype
+BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
 
 class UnfitError(ValueError):
@@ -113,7 +114,7 @@ class Distinct:
         if not tower.training:
             return False
         if self.is_random is None:
-            norms = any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in tower.modules())
+            norms = any(isinstance(part, BATCH_NORMS) for part in tower.modules())
             self.is_random = norms or any(getattr(holder, name) for holder, name in dropouts(tower))
         return self.is_random
 

@@ -34,7 +34,7 @@ import numpy as np
 from rayhelper.roles import names
 from rayhelper.roles.project import is_users
 from rayhelper.roles.slots import attributes_of, slots_of
-from rayhelper.roles.tensors import bytes_of, some_of
+from rayhelper.values.tensors import bytes_of, some_of
 
 PLAIN = frozenset((*names.PLAIN, bytes, complex))
 MOST = 1024  # entries of one mark

@@ -26,9 +26,9 @@ from rayhelper.errors import RoleError
 from rayhelper.roles.inside import Inside
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.names import MISSING, PLAIN, Names, function_of, of_class, of_method, set_by
-from rayhelper.roles.tensors import bytes_of, some_of
 from rayhelper.values.attributes import attributes_of
 from rayhelper.values.slicing import instance_of
+from rayhelper.values.tensors import bytes_of, some_of
 
 
 class Compared:

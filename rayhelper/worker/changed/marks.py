@@ -33,8 +33,8 @@ import numpy as np
 
 from rayhelper.roles import names
 from rayhelper.roles.project import is_users
-from rayhelper.roles.tensors import bytes_of, some_of
 from rayhelper.values.attributes import attributes_of, slots_of
+from rayhelper.values.tensors import bytes_of, some_of
 
 PLAIN = frozenset((*names.PLAIN, bytes, complex))
 MOST = 1024  # entries of one mark

@@ -234,6 +234,7 @@ CASES: dict[str, Case] = {
     "luspo": Case({"loss_type": "luspo", "importance_sampling_level": "sequence"}),
     "vespo": Case({"loss_type": "vespo", "epsilon": 0.2, "vespo_k_pos": 1.5, "vespo_lambda_neg": 2.5}),
     "top_entropy": Case({"top_entropy_quantile": 0.3, "num_iterations": 1}, unlike=("clip_ratio/",)),
+    "top_entropy_twice": Case({"top_entropy_quantile": 0.3}, unlike=("clip_ratio/",)),
     "top_entropy_bonus": Case({"top_entropy_quantile": 0.5, "num_iterations": 1, "entropy_coef": 1.0}),
     "adaptive_entropy": Case(
         {"use_adaptive_entropy": True, "entropy_coef": 0.4, "entropy_coef_delta": 0.3, "entropy_target": 5.45}

@@ -21,9 +21,9 @@ from trainers.backends.base import Backend
 from trainers.backends.scores.head import CHUNK_BYTES
 from trainers.batch import on_device
 from trainers.gkd.config import GKDConfig
-from trainers.gkd.samples import DistillationSamples
+from trainers.gkd.samples import DistillationSamples, target_ids
 from trainers.losses.distillation import distillation_loss, generalized_jsd, topk_jsd
-from trainers.losses.tokens import sft_loss, token_entropy
+from trainers.losses.tokens import sft_loss, token_entropy, token_logps
 from trainers.losses.vocabulary import WHOLE, Vocabulary
 from trainers.metrics import Metrics
 
@@ -156,8 +156,9 @@ def measure_divergence(
     *,
     micro_batch_size: int,
     num_micro: int,
+    sft_alpha: float,
 ) -> Metrics:
-    """Means over the targets, under training's names, without learning.
+    """Means over the targets, under training's names, without learning. ``sft_alpha``: as in ``StepNumbers``.
 
     Every rank calls it with the same ``num_micro``: behind the end of its samples a rank's micro-batches are empty.
     """
@@ -165,10 +166,20 @@ def measure_divergence(
     chunk_tokens = max(1, CHUNK_BYTES // (4 * function.vocab_size))
     for k in range(num_micro):
         micro = samples[k * micro_batch_size : (k + 1) * micro_batch_size]
-        columns = (student.target_features(micro.as_sequences()), *function.inputs(micro))
+        targets = torch.tensor(target_ids(micro))
+        columns = (student.target_features(micro.as_sequences()), targets, *function.inputs(micro))
         for start in range(0, len(columns[0]), chunk_tokens):
-            features_NX, *inputs = (column[start : start + chunk_tokens] for column in columns)
-            found = function(student.logits(features_NX), *inputs, vocabulary=student.vocabulary)
-            for name, values_N in zip(("loss", "teacher_agreement", "entropy"), found, strict=True):
+            features_NX, ids_N, *inputs = (column[start : start + chunk_tokens] for column in columns)
+            logits_NV = student.logits(features_NX)
+            loss_N, *others = function(logits_NV, *inputs, vocabulary=student.vocabulary)
+            found = dict(zip(("teacher_agreement", "entropy"), others, strict=True))
+            if sft_alpha:
+                ids_N = on_device(ids_N, logits_NV.device)
+                found |= {
+                    "divergence": loss_N,
+                    "sft_loss": -token_logps(logits_NV, ids_N, vocabulary=student.vocabulary),
+                }
+                loss_N = loss_N + sft_alpha * found["sft_loss"]
+            for name, values_N in {"loss": loss_N, **found}.items():
                 metrics.mean(name, values_N.sum(), len(values_N))
     return metrics

@@ -48,7 +48,7 @@ class DistillationSamples(Sequences):
             return
         theirs = self.as_teacher_sequences()
         same = np.array_equal(_num_targets(self), _num_targets(theirs))
-        if not same or not np.array_equal(_target_ids(self), _target_ids(theirs)):
+        if not same or not np.array_equal(target_ids(self), target_ids(theirs)):
             raise ValueError("the targets of teacher and student must be the same tokens in the same order")
 
     def as_teacher_sequences(self) -> Sequences:
@@ -217,6 +217,6 @@ def _num_targets(sequences: Sequences) -> np.ndarray:
     return np.array([int(mask.sum()) for mask in sequences.target_mask], np.int64)
 
 
-def _target_ids(sequences: Sequences) -> np.ndarray:
+def target_ids(sequences: Sequences) -> np.ndarray:
     ids: np.ndarray = sequences.input_ids.values[sequences.target_mask.values]
     return ids

@@ -3,7 +3,7 @@
     student = Student(config, teacher)
     student.build(path, num_steps, vocab_size=size)      # ``vocab_size``: the tokens that both models score
     metrics = student.learn(samples, answer, numbers)    # one optimizer step
-    metrics = student.compare(samples, answer, num_rows) # the divergence, without learning
+    metrics = student.compare(samples, answer, num_rows, sft_alpha)  # the loss, without learning
 
 An ``answer`` is the teacher's ``TopLogps``, or a future of them, which then go from worker to workers. None: the
 teacher is in the student's process, and is asked in passing for the whole vocabulary.
@@ -43,8 +43,10 @@ class Student(Policy):
             return self.step(samples.answered(answer), numbers)
 
     @RayHelper.function(group="train", dispatch="slice", collect=Metrics.merge)
-    def compare(self, samples: DistillationSamples, answer: TopLogps | None, num_rows: int) -> Metrics:
-        """The divergence without learning; ``num_rows``: the samples over all workers."""
+    def compare(
+        self, samples: DistillationSamples, answer: TopLogps | None, num_rows: int, sft_alpha: float
+    ) -> Metrics:
+        """The loss without learning; ``num_rows``: the samples over all workers."""
         size = self.config.per_device_eval_batch_size
         most = -(-num_rows // RayHelper.current().shard.count)  # of any worker
         with self.taught(answer):
@@ -54,6 +56,7 @@ class Student(Policy):
                 samples.answered(answer),
                 micro_batch_size=size,
                 num_micro=-(-most // size),
+                sft_alpha=sft_alpha,
             )
 
     def taught(self, answer: TopLogps | None) -> contextlib.AbstractContextManager[Any]:

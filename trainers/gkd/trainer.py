@@ -323,15 +323,16 @@ class GKDTrainer:
         return self.policy.learn(samples, answer, StepNumbers(samples.num_targets, sft_alpha))
 
     def evaluate(self) -> dict[str, float]:
-        """The mean divergence on the responses of the evaluation data, or else on the student's completions of it."""
+        """The mean loss on the responses of the evaluation data, or else on the student's completions of it."""
         samples, metrics = self.eval_samples, Metrics()
+        sft_alpha = 0.0 if samples is None else self.config.sft_alpha
         if samples is None:
             prompts, teacher_prompts = self.prompts(self.eval_rows)
             images = self.pictures(self.eval_rows)
             rollouts = self.generator.complete(self.starts(self.eval_rows, prompts, images), -1)
             samples = completed_samples(prompts, rollouts, teacher_prompts, images)
             metrics = rollout_metrics(rollouts).without("num_tokens")  # which is of training alone
-        compared = self.policy.compare(samples, self.asked(samples), len(samples))
+        compared = self.policy.compare(samples, self.asked(samples), len(samples), sft_alpha)
         return Metrics.merge([compared, metrics]).values("eval_")
 
     def asked(self, samples: DistillationSamples) -> Any:

@@ -133,8 +133,7 @@ def credit(
 def with_policy_mask(chunk: Samples, top_entropy_quantile: float) -> Samples:
     """The samples of one optimizer step, the share of their loss tokens with the highest entropy marked.
 
-    By the entropies that the generating policy had. Departure from TRL, which compares those of the current policy
-    within a micro-batch.
+    Departure from TRL, which compares the entropies within a micro-batch.
     """
     entropies, counted = asked(chunk.entropies), asked(chunk.loss_mask).values
     threshold = entropy_threshold(entropies.values[counted], top_entropy_quantile)

@@ -340,6 +340,8 @@ class GRPOTrainer:
 
     def learn(self, chunk: Samples, generation: Samples) -> Metrics:
         """One optimizer step on a chunk of a generation."""
+        if chunk.entropies is not None and (self.config.num_iterations > 1 or len(chunk) < len(generation)):
+            chunk = dataclasses.replace(chunk, entropies=self.policy.scores(chunk)[1])  # of the policy as it is now
         chunk, loss = with_slopes(self.config, chunk, self.policy.logps)
         chunk, numbers = step_numbers(self.config, chunk, generation, self.entropy_coef.applied)
         metrics = self.policy.step(chunk, numbers, entropy_gradient=numbers.entropy_coef > 0)

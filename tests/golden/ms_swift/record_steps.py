@@ -70,7 +70,28 @@ OF_GRPO: dict[str, dict[str, list[str]]] = {  # whose loss is that of the script
     "iterations": {"num_iterations": ["2"]},
     "padding_free": {"padding_free": ["true"]},
     "full": {"tuner_type": ["full"], "beta": ["0.5"]},
+    "packing": {"packing": ["true"], "max_steps": ["3"]},
+    "quantile": {"top_entropy_quantile": ["0.5"], "num_iterations": ["2"]},
 }
+GKD = "rlhf/gkd/full.sh"
+TWICE = {"beta": ["0.5"], "num_iterations": ["2"]}
+FAST = {"learning_rate": ["1e-3"], "gradient_accumulation_steps": ["1"], "max_steps": ["3"]}
+ALL_ROWS = FAST | {"per_device_train_batch_size": ["4"]}  # in each step
+TWO_AND_TWO = FAST | {"per_device_train_batch_size": ["2"], "gradient_accumulation_steps": ["2"], "max_steps": ["2"]}
+LOSSES = {
+    "loss_type": "hinge nca_pair sppo_hard apo_zero apo_down exo_pair robust sigmoid".split(),
+    "loss_weights": "1 2 0.1 1 1 1 1 0.5".split(),
+    "label_smoothing": ["0.1"],
+}
+SORTED = {
+    "max_steps": ["2"],
+    "loss_type": ["aot", "aot_unpaired"],
+    "loss_weights": ["1", "0.5"],
+    "label_smoothing": ["0.1"],
+}
+MIXED = {"loss_type": ["sigmoid", "bco_pair"], "loss_weights": ["0.8", "0.2"]}
+UNSPLIT = {"split_dataset_ratio": ["0"]}
+WEIGHTS = {"desirable_weight": ["2"], "undesirable_weight": ["0.5"], "beta": ["0.3"], **UNSPLIT}
 
 
 @dataclass(frozen=True)
@@ -132,7 +153,22 @@ CASES = {
     "rm": Case("rlhf/rm/train.sh", "pairs", number=WHOLE),
     "grpo": Case(GRPO, "prompts", {"system": ["Think."], "max_completion_length": ["64"]}, number=1),
     **{f"grpo_{name}": Case(GRPO, "prompts", GIVEN | changed, number=1) for name, changed in OF_GRPO.items()},
+    "grpo_chunks": Case(GRPO, "prompts", GIVEN | {"steps_per_generation": ["2"], "beta": ["0.1"]}, number=2),
+    **{
+        f"grpo_{name}": Case(GRPO, "prompts", GIVEN | TWICE | {"advantage_estimator": [name]}, number=1)
+        for name in ("rloo", "reinforce_plus_plus")
+    },
     "gkd": Case("rlhf/gkd/full.sh", "messages", {"lmbda": ["0"]}, number=WHOLE),
+    "gkd_topk": Case(GKD, "messages", FAST | {"lmbda": ["0"], "gkd_logits_topk": ["5"], "beta": ["0.3"]}, WHOLE),
+    "gkd_sft": Case(
+        GKD, "messages", FAST | {"lmbda": ["0"], "sft_alpha": ["0.5"], "beta": ["1"], "temperature": ["0.5"]}, WHOLE
+    ),
+    "dpo_losses": Case("rlhf/dpo/full.sh", "pairs", TWO_AND_TWO | LOSSES, WHOLE),
+    "dpo_sorted": Case("rlhf/dpo/full.sh", "pairs", ALL_ROWS | SORTED, WHOLE),
+    "dpo_mixed": Case("rlhf/dpo/lora.sh", "pairs", ALL_ROWS | MIXED | UNSPLIT, 4),
+    "kto_weights": Case("rlhf/kto.sh", "kto", FAST | {"gradient_accumulation_steps": ["2"]} | WEIGHTS, 2),
+    "kto_apo": Case("rlhf/kto.sh", "kto", ALL_ROWS | {"loss_type": ["apo_zero_unpaired"], **UNSPLIT}, 4),
+    "rm_centred": Case("rlhf/rm/train.sh", "margins", ALL_ROWS | {"center_rewards_coefficient": ["0.1"]}, WHOLE),
 }
 
 
@@ -158,6 +194,8 @@ def rows_of(kind: str, number: int) -> list[Row]:
             rows.append({"messages": [{"role": "assistant", "content": counted(3, 3)}]})  # alike, in any order
         elif kind == "pairs":
             rows.append({"messages": turns, "rejected_response": f"{bad}!"})
+        elif kind == "margins":
+            rows.append({"messages": turns, "rejected_response": f"{bad}!", "margin": i % 3 / 2})
         elif kind == "kto":
             rows.append({"messages": turns, "label": i % 3 != 0})
         elif kind == "cls":

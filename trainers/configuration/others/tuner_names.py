@@ -138,6 +138,11 @@ def _fields(given: GivenKeys, tuner: Any, *, is_ms_swift: bool) -> None:
         if name in given.values and name not in read:
             given.take(name)
             given.notes[name] = f"tuner_type is {tuner}, which does not read it"
+    if tuner == "adalora":
+        given.notes[given.written.get("tuner_type", "tuner_type")] = (
+            "the regularizer counts once a step, in every training. In ms-swift it counts once a micro-batch, and only "
+            "in SFT and pretraining without weights of loss_scale"
+        )
     if tuner == "vera" and given.get("lora_target_modules", ["all-linear"]) in ("all-linear", ["all-linear"]):
         given.notes["tuner_type"] = (
             "vera changes all linear layers, as in peft. In ms-swift it changes only layers as large as v_proj. "

@@ -172,6 +172,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "entropy_target": {"use_adaptive_entropy": True},
 }
 CHANGES_NOTHING = ("remove_unused_columns",)  # where nobody reads further columns, there as here
+OF_ALL = "sft"  # the trainer that is asked for fields that all have in common
 NEEDED = {"model_name_or_path": "model", "reward_funcs": "reward_funcs"}  # null at its default, and must be given
 
 
@@ -204,8 +205,8 @@ class Outcome:
     told: str
 
 
-def outcomes() -> Iterator[Outcome]:
-    """Every field of every class."""
+def outcomes(*, shared_once: bool = False) -> Iterator[Outcome]:
+    """Every field of every class; ``shared_once``: fields that all trainers have in common are asked of one of them."""
     with tempfile.TemporaryDirectory() as folder:
         here, level = os.getcwd(), logger.level
         os.chdir(folder)
@@ -217,10 +218,20 @@ def outcomes() -> Iterator[Outcome]:
             for trainer, owners in config_classes().items():
                 for owner in owners:
                     for field in dataclasses.fields(owner):
-                        yield outcome(trainer, owner, field)
+                        if not shared_once or trainer == OF_ALL or not is_shared(owner, field.name):
+                            yield outcome(trainer, owner, field)
         finally:
             logger.setLevel(level)
             os.chdir(here)
+
+
+def is_shared(owner: type[Any], name: str) -> bool:
+    """Whether the field stands for the same in files of all trainers."""
+    import trl
+    from transformers import TrainingArguments
+
+    is_of_all = owner in (trl.ModelConfig, trl.ScriptArguments, trl.DatasetMixtureConfig)
+    return is_of_all or name in {field.name for field in dataclasses.fields(TrainingArguments)}
 
 
 def outcome(trainer: str, owner: type[Any], field: dataclasses.Field[Any]) -> Outcome:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 RAY_PLACES = {"runtimes/ray", "values/packing.py"}  # what wraps Ray, and the pickler that takes what Ray's takes
 KERNELS = {"checksum_kernel.py"}  # imported by functions alone, where there is a GPU
@@ -29,15 +27,15 @@ def roots(modules: set[str]) -> set[str]:
     return {module.partition(".")[0] for module in modules}
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "rayhelper").rglob("*.py")), ids=lambda file: file.name)
-def test_the_core_knows_no_model_and_ray_only_where_it_is_wrapped(file: Path) -> None:
-    found = roots(imports(file))
-    place = file.relative_to(ROOT / "rayhelper")
-    assert not found & {"transformers", "trainers", "trl", "vllm", "megatron", "datasets"}
-    assert {str(place), str(place.parent)} & RAY_PLACES or "ray" not in found
-    at_once = imports(file, top_level=True)
-    assert file.name in KERNELS or "torch" not in roots(at_once)
-    assert not {f"rayhelper.channel.{kernel.removesuffix('.py')}" for kernel in KERNELS} & at_once
+def test_the_core_knows_no_model_and_ray_only_where_it_is_wrapped() -> None:
+    for file in (ROOT / "rayhelper").rglob("*.py"):
+        found = roots(imports(file))
+        place = file.relative_to(ROOT / "rayhelper")
+        assert not found & {"transformers", "trainers", "trl", "vllm", "megatron", "datasets"}, place
+        assert {str(place), str(place.parent)} & RAY_PLACES or "ray" not in found, place
+        at_once = imports(file, top_level=True)
+        assert file.name in KERNELS or "torch" not in roots(at_once), place
+        assert not {f"rayhelper.channel.{kernel.removesuffix('.py')}" for kernel in KERNELS} & at_once, place
 
 
 def is_of_a_trainer(folder: Path) -> bool:
@@ -45,15 +43,15 @@ def is_of_a_trainer(folder: Path) -> bool:
     return (folder / "config.py").is_file()
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "trainers").rglob("*.py")), ids=lambda file: file.name)
-def test_a_module_that_declares_a_trainer_is_known_in_its_own_folder_alone(file: Path) -> None:
-    found = imports(file)
-    assert "ray" not in roots(found)
-    own = ROOT.joinpath(*file.relative_to(ROOT).parts[:2])
-    folders = {ROOT.joinpath(*name.split(".")[:2]) for name in found if name.startswith("trainers.")}
-    assert {folder.name for folder in folders - {own} if is_of_a_trainer(folder)} == set()
-    if {ROOT / "trainers" / "backends", ROOT / "trainers" / "rollout"} & set(file.parents):
-        assert not found & {"trainers.run.run", "trainers.configuration.shared", "trainers.cli"}
+def test_a_module_that_declares_a_trainer_is_known_in_its_own_folder_alone() -> None:
+    for file in (ROOT / "trainers").rglob("*.py"):
+        found = imports(file)
+        assert "ray" not in roots(found), file
+        own = ROOT.joinpath(*file.relative_to(ROOT).parts[:2])
+        folders = {ROOT.joinpath(*name.split(".")[:2]) for name in found if name.startswith("trainers.")}
+        assert {folder.name for folder in folders - {own} if is_of_a_trainer(folder)} == set(), file
+        if {ROOT / "trainers" / "backends", ROOT / "trainers" / "rollout"} & set(file.parents):
+            assert not found & {"trainers.run.run", "trainers.configuration.shared", "trainers.cli"}, file
 
 
 def test_mathematics_is_plain() -> None:

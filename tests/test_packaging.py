@@ -59,27 +59,30 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 def test_the_quickstart_runs_from_a_folder_with_a_trainers_of_its_own(installed: Installed) -> None:
-    """In this process, and on Ray, whose workers find the user's file first: they are given the folder's path."""
+    """On Ray, whose workers find the user's file first: they are given the folder's path."""
     copied = installed.run("rayhelper", "examples", "copy", "mine")
     assert copied.returncode == 0, copied.stderr
     assert "rayhelper grpo --config mine/grpo/quickstart.yaml" in copied.stdout
     addition = installed.folder / "mine" / "grpo" / "addition.py"
     addition.write_text(addition.read_text().replace("WARM_START_STEPS = 150", "WARM_START_STEPS = 5"))
-    quickstart = ["--config", "mine/grpo/quickstart.yaml", *FEW]
-    for program, *arguments in (
-        ["python", "-m", "rayhelper.trainers.grpo", "--reward_processes", "1"],
-        ["rayhelper", "grpo", "--use_ray", "true"],
-    ):
-        done = installed.run(program, *arguments, *quickstart)
-        assert done.returncode == 0, done.stderr
-        assert "the model is in out/final" in done.stdout
+    quickstart = ["grpo", "--config", "mine/grpo/quickstart.yaml", *FEW]
+    done = installed.run("rayhelper", *quickstart, "--use_ray", "true", "--reward_processes", "1")
+    assert done.returncode == 0, done.stderr
+    assert "the model is in out/final" in done.stdout
     assert "step 2 of 2; finished." in (installed.folder / "out" / "report.html").read_text()
     done = installed.run("rayhelper", "report", "out", "--output", "again.html")
     assert (done.returncode, done.stdout) == (0, "The report is in again.html. Open it in a browser.\n"), done.stderr
     assert (installed.folder / "again.html").is_file()
     lines = (installed.folder / "out" / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2
-    assert (installed.folder / "out" / "metrics.1.jsonl").is_file()
+
+
+def test_a_trainer_of_the_package_is_a_module_to_run(installed: Installed) -> None:
+    """With a row of its user's: the keys are read, and the files are looked for."""
+    done = installed.run("python", "-m", "rayhelper.trainers.sft", "--model", "none", "--dataset", "none.jsonl")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error: ") == 1
+    assert "none" in done.stderr
 
 
 def test_the_command_says_its_version_and_imports_no_torch_for_it(installed: Installed) -> None:

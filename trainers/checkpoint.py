@@ -33,7 +33,9 @@ STATE_TYPES: Mapping[tuple[str, ...], Any] = {  # of the entries that are there,
     ("order", "settings", "trainer", "first_evaluation", "last_evaluation"): Mapping,
     ("num_tokens", "saved_at"): (int, float),
     ("save_count", "bad_steps"): int,
-    ("num_epochs",): (int, type(None)),
+    ("num_epochs", "evaluated_step", "checkpoints_no_better"): (int, type(None)),
+    ("best_metric", "best_seen", "best_seen_at_save"): (int, float, type(None)),
+    ("best_model_checkpoint",): (str, type(None)),
 }
 _NAME = re.compile(r"checkpoint-\d+")
 
@@ -269,7 +271,8 @@ def _state_mistake(state: Any) -> str | None:
         for name in names:
             if name in state and not (isinstance(state[name], kinds) and not isinstance(state[name], bool)):
                 return f"{name} is {state[name]!r}"
-    return None
+    best = state.get("best_model_checkpoint")
+    return f"best_model_checkpoint is {best!r}" if best is not None and not _NAME.fullmatch(best) else None
 
 
 def _saved(folder: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.mistakes import packages_fit
 from trainers.configuration.reading.command_line import export_env, given_keys, load_config, read_config
 from trainers.configuration.reading.given_keys import plain
+from trainers.configuration.reading.secrets import masked
 from trainers.configuration.reading.text import save_config
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.patches import notices_exit
@@ -119,7 +120,8 @@ def _say_what_is_loaded(name: str, config: Any) -> None:
     if _is_other_process():
         return
     data = config.dataset if isinstance(config.dataset, str) else "as the file lists it"
-    print(f"{name}: loading model {config.model}, data {data}", file=sys.stderr, flush=True)
+    shown = masked({"model": config.model, "dataset": data})
+    print(f"{name}: loading model {shown['model']}, data {shown['dataset']}", file=sys.stderr, flush=True)
 
 
 def command_of(name: str, arguments: Sequence[str]) -> Command:

@@ -69,7 +69,7 @@ def _damage(folder: Path, stamps: tuple[Any, ...]) -> str | None:
         found = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
         algorithm = found["algorithm"]
         listed = {str(name): (int(size), str(digest)) for name, (size, digest) in found["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return f"{MANIFEST_FILE} cannot be read"
     if algorithm != ALGORITHM:
         return f"{MANIFEST_FILE} has checksums of {algorithm!r}, and only {ALGORITHM} is known"
@@ -84,8 +84,10 @@ def _damage(folder: Path, stamps: tuple[Any, ...]) -> str | None:
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, and was written with {size}"
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        digests = pool.map(_digest, [folder / name for name in listed])
+        digests = pool.map(_digest_if_read, [folder / name for name in listed])
         for (name, (_, digest)), seen in zip(listed.items(), digests, strict=True):
+            if seen is None:
+                return f"{name} cannot be read"
             if seen != digest:
                 return f"{name} differs from the written file (checksum)"
     return None
@@ -93,6 +95,14 @@ def _damage(folder: Path, stamps: tuple[Any, ...]) -> str | None:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _digest_if_read(path: Path) -> str | None:
+    """None for a file that the disk, or its rights, do not give."""
+    try:
+        return _digest(path)
+    except OSError:
+        return None
 
 
 def _digest(path: Path) -> str:

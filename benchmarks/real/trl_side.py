@@ -3,12 +3,14 @@
     python -m benchmarks.real.trl_side grpo '{"model": ..., "data": ..., "folder": ..., "steps": 6, ...}'
 
 GRPO: vLLM in the same process (``vllm_mode: colocate``), everything else TRL's default but for the sizes of a step.
-SFT: ``packing``, likewise. ``micro``: rows of a micro-batch, which TRL has no default for that fits a card.
+SFT: ``packing``, likewise. ``micro``: rows of a micro-batch, which TRL has no default for that fits a card. ``final``:
+a folder for the trained model, with its tokenizer; without it, none is written.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import sys
 import time
@@ -93,7 +95,8 @@ def grpo(asked: dict[str, Any], steps: Steps) -> None:
     if asked["rewards"] == "exact_answer":
         from trainers.rewards.functions import exact_answer as reward
     else:
-        from benchmarks.gpu.rewards import even as reward
+        module, _, name = asked["rewards"].rpartition(".")
+        reward = getattr(importlib.import_module(module), name)
     arguments = GRPOConfig(
         **{"use_vllm": ON_GPU, "vllm_mode": "colocate"} | settings(asked),
         num_generations=asked["generations"],
@@ -108,6 +111,8 @@ def grpo(asked: dict[str, Any], steps: Steps) -> None:
     )
     steps.timed(trainer, "_generate")  # weights to vLLM, and completions
     trainer.train()
+    if "final" in asked:
+        trainer.save_model(asked["final"])
 
 
 def sft(asked: dict[str, Any], steps: Steps) -> None:

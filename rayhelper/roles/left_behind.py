@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from rayhelper.roles.names import PLAIN
 from rayhelper.roles.reached import Reached, is_module
 from rayhelper.roles.runtime import state
+from rayhelper.roles.slots import attributes_of, slots_of
 from rayhelper.roles.stale import Snapshot
 from rayhelper.values.reply import Changes
 
@@ -78,12 +79,16 @@ class LeftBehind:
 
     def take(self, changed: Changed, target: Any, title: str, snapshot: Snapshot) -> None:
         """What is changed on workers is not to be read here from now on."""
-        held = getattr(target, "__dict__", {})
+        held = attributes_of(target)
+        cls: Any = type(target)
         for name in changed.names | {name for name in changed.trained if _learns(held.get(name))}:
             value = held.get(name)
             if value is None or not snapshot.is_as_constructed(name, value):
                 continue
-            del held[name]
+            if slot := slots_of(cls).get(name):
+                slot.__delete__(target)
+            else:
+                del target.__dict__[name]
             del snapshot.attributes[name]
             self.changed_by[name] = title
         modules = held.get("_modules")
@@ -99,7 +104,7 @@ class LeftBehind:
 
         ``own``: the worker's object, if it lies in this process. What both objects share is not left behind.
         """
-        held, theirs = getattr(target, "__dict__", {}), getattr(own, "__dict__", {})
+        held, theirs = attributes_of(target), attributes_of(own)
         for name, title in names.items():
             value = held.get(name)
             is_shared = name in theirs and theirs[name] is value and not isinstance(value, PLAIN)

@@ -54,7 +54,7 @@ class Identity:
         try:
             self.reference: Callable[[], Any] = weakref.ref(instance)
         except TypeError:  # a class without weak references
-            self.reference = _nothing
+            self.reference = lambda: instance  # which refers to this as well: Python collects both together
         if whole is not None:
             whole.parts.append(self)
 
@@ -354,7 +354,3 @@ def _attribute(whole: Any, part: Any) -> str:
             if item is part:
                 return f"{name}[{key!r}]"
     return ""
-
-
-def _nothing() -> None:
-    return None

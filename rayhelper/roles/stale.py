@@ -26,6 +26,8 @@ from rayhelper.errors import RoleError
 from rayhelper.roles.inside import Inside
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.names import MISSING, PLAIN, Names, function_of, of_class, of_method, set_by
+from rayhelper.roles.slots import attributes_of
+from rayhelper.roles.tensors import bytes_of, some_of
 from rayhelper.values.slicing import instance_of
 
 
@@ -69,7 +71,7 @@ class Snapshot:
         torchs = _hooks_of_torch() if instance_of(instance, "torch.nn", "Module") else ()
         self.inside = {
             name: Inside(value)
-            for name, value in vars(instance).items()
+            for name, value in attributes_of(instance).items()
             if not isinstance(value, PLAIN) and name not in torchs
         }
         self.inside_globals = {
@@ -88,7 +90,7 @@ class Snapshot:
         names = of_method(cls, method)
         self.check_attributes(method, names, target, title, "self")
         if names.reads_any:
-            self._check_any(method, cls, vars(target), title)
+            self._check_any(method, cls, attributes_of(target), title)
         for one, before in self.classes.items():
             if (one in names.classes or one in cls.__mro__) and not _is_untouched(vars(one), before):
                 self._check_class(method, cls, one, names, title)
@@ -104,7 +106,7 @@ class Snapshot:
         ``owner``: the object, as messages name it.
         """
         cls: Any = type(target)
-        held = vars(target)
+        held = attributes_of(target)
         for name in names.reads:
             if not _is_kept(self.attributes.get(name, MISSING), held.get(name, MISSING)):
                 if name not in self.attributes and _is_filled_when_read(cls, name):
@@ -136,7 +138,7 @@ class Snapshot:
 
     def called(self, names: Names, target: Any) -> None:
         """A call is made of what sets these names: they are the workers' own from now on, whatever the driver has."""
-        held = vars(target)
+        held = attributes_of(target)
         for name in names.writes:
             self.left_to_roles[name] = _kept(held[name]) if name in held else MISSING
 
@@ -215,6 +217,8 @@ class Snapshot:
         for name in now.keys() | before.keys():
             value, was = now.get(name, MISSING), before.get(name, MISSING)
             is_read = name in names.attributes or (name.startswith("__") and isinstance(value, FunctionType))
+            if name in names.reads_of_roles and name not in self.left_to_roles:  # a default, until a role sets its own
+                is_read = name not in of_class(cls).set_elsewhere
             if value is not was and is_read and not _is_same(value, was):
                 known = f"self.{name}" if one in cls.__mro__ else f"{one.__name__}.{name}"
                 raise RoleError(
@@ -257,19 +261,24 @@ class InPlace:
 
 
 def _held_of(instance: Any) -> dict[str, Any]:
-    held = getattr(instance, "__dict__", {})
+    held = attributes_of(instance)
     return {**held, **held.get("_parameters", {}), **held.get("_buffers", {}), **held.get("_modules", {})}
 
 
 def _stamp(value: Any) -> Any:
     """Another one when a module or tensor was changed in place; None: it is none."""
     if instance_of(value, "torch.nn", "Module"):
-        tensors = (*value.parameters(), *value.buffers())
+        tensors = [*value.parameters(), *value.buffers()]
         modes = tuple(module.training for module in value.modules())
-        return modes, tuple(map(_stamp, tensors))
+        contents = [bytes_of(one) for one in some_of(tensors, _READ_TENSORS)]
+        return modes, [_stamp_of_tensor(one) for one in tensors], contents
     if instance_of(value, "torch", "Tensor"):
-        return value._version, value.dtype, value.device.type, value.requires_grad, id(value)
+        return _stamp_of_tensor(value), bytes_of(value)
     return None
+
+
+def _stamp_of_tensor(value: Any) -> Any:
+    return value._version, value.dtype, value.device.type, value.requires_grad, id(value)
 
 
 @functools.cache
@@ -279,6 +288,7 @@ def _hooks_of_torch() -> Collection[str]:
 
 
 _DEPTH = 3
+_READ_TENSORS = 16  # of a module, whose contents are read
 _MOST_ITEMS = 64
 
 
@@ -308,7 +318,7 @@ _ONLY_HERE = object()  # what no attribute is
 
 def kept_attributes(instance: Any) -> dict[str, Any]:
     """What tells later whether the attributes of an object are still the same."""
-    return {name: _kept(value) for name, value in vars(instance).items()}
+    return {name: _kept(value) for name, value in attributes_of(instance).items()}
 
 
 def _is_equal(now: Any, before: Any) -> bool:

@@ -31,6 +31,7 @@ from rayhelper.roles.runtime import Route, Shard, WorkerInfo, state
 from rayhelper.roles.stale import InPlace, Snapshot, kept_attributes
 from rayhelper.roles.used_parts import UsedParts
 from rayhelper.runtimes.off import call_here
+from rayhelper.values.lost import check_constructor
 from rayhelper.watch.watchdog import Call
 from rayhelper.worker.process_group import join_process_group
 
@@ -124,7 +125,7 @@ class DriverRuntime:
         self.numbers = itertools.count()
         self.stopped = False
         self.pid = os.getpid()
-        self.instances: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by address
+        self.placements: weakref.WeakValueDictionary[str, DriverPlacement] = weakref.WeakValueDictionary()  # by address
         self.told_changes: set[tuple[str, str]] = set()  # methods, and what they change of arguments and classes
         self.watcher: Any = None  # of what calls come to, while ``prove`` compares runtimes
         self.unused: list[Tenancy] = []  # of objects that are gone; freed when the next one is constructed
@@ -143,6 +144,7 @@ class DriverRuntime:
             return
         if os.getpid() != self.pid:
             raise forked(f"{type(instance).__name__}(...)")
+        check_constructor(type(instance), args, kwargs)
         groups = self._groups_of(type(instance))
         hosting = list(dict.fromkeys(groups.values()))
         while self.unused:
@@ -192,12 +194,12 @@ class DriverRuntime:
         hosts = hosts or frozenset(self.config.group_of(role).name for role in groups)
         placement = DriverPlacement(self, identity, groups, anchor, hosts)
         object.__setattr__(instance, "_rayhelper", placement)
-        with contextlib.suppress(TypeError):  # a class without weak references
-            self.instances[str(identity.address)] = instance
+        self.placements[str(identity.address)] = placement
         return placement
 
     def instance_at(self, address: str) -> Any:
-        return self.instances.get(address)
+        placement = self.placements.get(address)
+        return None if placement is None else placement.identity.reference()
 
     def describe(self) -> str:
         return "the driver"

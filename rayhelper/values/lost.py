@@ -9,6 +9,7 @@ a meaning       ``RayHelper.whole(value)`` within another value is not an argume
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 import sys
 from collections import OrderedDict, deque
@@ -54,6 +55,19 @@ def check_arguments(
             if instance_of(leaf, "torch", "Tensor"):
                 raise DispatchError(f"{where}: {_cut_graph(what, leaf)}")
             _pass(leaf, where, what, is_copied)
+
+
+def check_constructor(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises DispatchError if an argument of a constructor holds a tensor with a graph."""
+    if "torch" not in sys.modules:
+        return
+    code = getattr(inspect.unwrap(cls.__init__), "__code__", None)  # type: ignore[misc]
+    names = () if code is None else code.co_varnames[1 : code.co_argcount]
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in given:
+        for inside, leaf in _leaves(bare(value)):
+            if instance_of(leaf, "torch", "Tensor"):
+                raise DispatchError(f"{cls.__name__}(...): {_cut_graph(label_of(place, names) + inside, leaf)}")
 
 
 def check_value(value: Any, where: str) -> None:

@@ -21,7 +21,7 @@ from rayhelper.roles.runtime import Route, Shard, WorkerInfo
 from rayhelper.values.reply import Changes
 from rayhelper.values.shards import is_within
 from rayhelper.worker.ambient import Ambient
-from rayhelper.worker.changed.arguments import Given
+from rayhelper.worker.changed.arguments import Given, OfConstructor
 from rayhelper.worker.changed.classes import changed
 from rayhelper.worker.changed.objects import Observed
 from rayhelper.worker.process_group import Joined, join_process_group, leave_process_group
@@ -131,16 +131,21 @@ class _Observing:
     def __enter__(self) -> None:
         self.marks = self.runtime.given.marks(self.method, self.args, self.kwargs)
         self.observed = self.runtime.observed.get(str(self.identity.outermost.address))
-        self.shared = {} if self.observed is None else self.observed.shared(self.identity.cls)
+        self.title = self.identity.title(self.method)
+        if self.observed is not None:
+            self.in_full = self.observed.next_in_full(self.title)
+            self.shared = self.observed.shared(self.identity.cls, in_full=self.in_full)
 
     def __exit__(self, *_: object) -> None:
-        changes, title = self.runtime.changes, self.identity.title(self.method)
+        changes, title = self.runtime.changes, self.title
         labels: list[str] = []
         if self.marks:
             labels += self.runtime.given.changed(self.marks, self.method, self.args, self.kwargs)
         if self.observed is not None:
-            labels += changed(self.shared, self.observed.shared(self.identity.cls))
-            for address, names in self.observed.changes(title).items():
+            labels += changed(self.shared, self.observed.shared(self.identity.cls, in_full=self.in_full))
+            attributes, others = self.observed.changes(title)
+            labels += others
+            for address, names in attributes.items():
                 changes.attributes.setdefault(address, {}).update(names)
         changes.others.extend((title, label) for label in labels if (title, label) not in self.runtime.told)
         self.runtime.told.update((title, label) for label in labels)
@@ -180,7 +185,7 @@ class WorkerRuntime:
             self.awaited = None
         self.instances[address] = instance
         identity = placement_of(instance).identity
-        self.observed[address] = Observed(identity.instances())
+        self.observed[address] = Observed(identity.instances(), OfConstructor(cls, args, kwargs))
         return identity.records()  # type: ignore[no-any-return]
 
     def construct(

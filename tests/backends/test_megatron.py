@@ -84,10 +84,8 @@ CASES: dict[tuple[str, int], list[Layout]] = {
     ],
     ("qwen3", 2): [PLAIN, {TP: 2} | WHOLE | PLAIN, {TP: 2} | SP | SELECTIVE, {PP: 2, VPP: 2}, {CP: 2} | FULL | PLAIN],
     ("qwen3", 4): [
-        {CP: 4} | PLAIN,
         {TP: 2, PP: 2} | SP | PLAIN,
         {TP: 2, CP: 2} | SP | PLAIN,
-        {TP: 2} | SP | OVERLAP,
         {PP: 2, CP: 2} | FULL | PLAIN,
         {PP: 2, VPP: 2} | OVERLAP,
     ],
@@ -100,10 +98,8 @@ CASES: dict[tuple[str, int], list[Layout]] = {
     ],
     ("qwen3_moe", 4): [
         {EP: 4} | PLAIN,
-        {EP: 2},
         {EP: 2, ETP: 2} | GROUPED | PLAIN,
         {TP: 2, EP: 2, ETP: 1} | SP | PLAIN,
-        {TP: 2, EP: 2, ETP: 2} | SP | PLAIN,
         {CP: 2, EP: 2, "moe_layer_recompute": True} | PLAIN,
         {PP: 2, EP: 2, "moe_token_dispatcher_type": "allgather"} | PLAIN,
     ],

@@ -21,7 +21,6 @@ from tests import megatron_on_cpu
 from tests.backends.batches import samples_of, weighted_loss
 from tests.backends.ranks import run_ranks
 from tests.backends.test_megatron import (
-    CP,
     EP,
     ETP,
     FIRST,
@@ -118,8 +117,8 @@ def started(num_ranks: int, model: Path, folder: Path, parts: list[Part]) -> lis
 
 SAVED: dict[str, Layout] = {"qwen3": {TP: 2, PP: 2, FIRST: 1} | SP, "qwen3_moe": {TP: 2, EP: 2, ETP: 1} | SP}
 OTHERS: dict[str, list[Layout]] = {
-    "qwen3": [{TP: 4} | SP | PLAIN, {PP: 4}, {CP: 2}],
-    "qwen3_moe": [{EP: 4} | PLAIN, {TP: 2, EP: 2, ETP: 2} | SP, {}],
+    "qwen3": [{TP: 4} | SP | PLAIN, {PP: 4}],
+    "qwen3_moe": [{EP: 4} | PLAIN, {TP: 2, EP: 2, ETP: 2} | SP],
 }
 SECOND: dict[str, Layout] = {"qwen3": {PP: 2, VPP: 2} | OVERLAP, "qwen3_moe": {PP: 2, EP: 2} | OVERLAP}
 
@@ -151,17 +150,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_in_any_layout(family: str, tmp_p
         np.testing.assert_allclose(numbers, whole[-len(numbers) :], atol=1e-6, err_msg=layout)
 
 
-CHAINS: dict[str, list[Layout]] = {
-    "qwen2": [{PP: 2, FIRST: 3}, PLAIN, {TP: 2} | SP, {}],
-    "qwen3_moe": [{EP: 2}, {EP: 2, "moe_grouped_gemm": True}, {PP: 2} | PLAIN, {TP: 2} | SP],
-}
-
-
-@pytest.mark.parametrize("family", CHAINS)
-def test_main_weights_and_moments_are_kept_in_any_layout(family: str, tmp_path: Path) -> None:
-    model = save(family, tmp_path)
+def test_main_weights_and_moments_are_kept_in_any_layout(tmp_path: Path) -> None:
+    model = save("qwen3_moe", tmp_path)
     half = {"dtype": "bfloat16"}
-    layouts = CHAINS[family]
+    layouts: list[Layout] = [{EP: 2}, {EP: 2, "moe_grouped_gemm": True}, {PP: 2, FIRST: 3} | PLAIN, {TP: 2} | SP]
     parts = [Part(layouts[0], before=1, save="0", after=1, arguments=half)]
     parts += [Part(layout, load=str(k), save=str(k + 1), after=0, arguments=half) for k, layout in enumerate(layouts)]
     parts += [Part(layouts[0], load="4", after=1, arguments=half)]

@@ -18,8 +18,6 @@ from tests.backends.ranks import run_ranks
 from tests.backends.test_megatron import (
     CP,
     EP,
-    ETP,
-    FIRST,
     FULL,
     GROUPED,
     MOE_ACT,
@@ -81,17 +79,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 CASES: dict[tuple[str, int], list[Layout]] = {  # what a layout does to all layers alike is shown in test_megatron
     ("qwen3_5_text", 1): [FULL | PLAIN, OFFLOAD],
     ("qwen3_5_text", 2): [
-        {TP: 2} | SP | PLAIN,
         {TP: 2} | WHOLE | SELECTIVE | PLAIN,
         {PP: 2, VPP: 2} | PLAIN,
-        {CP: 2} | PLAIN,
         OVERLAP | OFFLOAD,
     ],
     ("qwen3_5_text", 4): [{TP: 2, CP: 2} | SP | FULL | PLAIN, {CP: 4} | PLAIN],
     ("qwen3_next", 1): [GROUPED | MOE_ACT | PLAIN],
     ("qwen3_next", 2): [{EP: 2} | PLAIN, {TP: 2} | SP | PLAIN],
     ("qwen3_5_moe_text", 2): [{EP: 2} | GROUPED, {TP: 2} | SP | GROUPED | PLAIN],
-    ("qwen3_5_moe_text", 4): [{TP: 2, EP: 2, ETP: 1} | SP | PLAIN],
 }
 
 
@@ -169,9 +164,9 @@ def test_documents_of_a_row_know_nothing_of_each_other(tmp_path: Path) -> None:
 SOME: adapters.Lora = {"r": 3, "lora_alpha": 6, "target_modules": ["in_proj_qkv", "in_proj_a", "q_proj", "out_proj"]}
 NEXT: adapters.Lora = {"r": 3, "target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "o_proj"]}
 ADAPTED: list[tuple[str, adapters.Lora, list[Layout]]] = [
-    ("qwen3_5_text", adapters.ALL, [{TP: 2} | SP, {PP: 2} | FULL, {CP: 2} | PLAIN]),
+    ("qwen3_5_text", adapters.ALL, [{PP: 2} | FULL, {CP: 2} | PLAIN]),
     ("qwen3_5_text", SOME, [{TP: 2} | SP | OVERLAP]),
-    ("qwen3_next", NEXT, [{TP: 2} | SP, {EP: 2}]),
+    ("qwen3_next", NEXT, [{TP: 2} | SP]),
 ]
 
 
@@ -193,8 +188,8 @@ def test_an_adapter_of_a_model_in_parts_is_pefts(
 
 
 CHAINS: dict[str, list[Layout]] = {
-    "qwen3_5_text": [{TP: 2} | SP, {PP: 2, VPP: 2}, {CP: 2} | PLAIN, {PP: 2, FIRST: 3}],
-    "qwen3_next": [{TP: 2} | SP, {EP: 2} | GROUPED, {PP: 2, FIRST: 2} | PLAIN],
+    "qwen3_5_text": [{TP: 2} | SP, {PP: 2, VPP: 2}, {CP: 2} | PLAIN],
+    "qwen3_next": [{TP: 2} | SP, {EP: 2} | GROUPED],
 }
 
 

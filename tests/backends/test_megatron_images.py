@@ -135,12 +135,12 @@ def wanted(folder: str, batch: Sequences) -> dict[str, Any]:
 PACKED, EXPORTED = "packed rows", "exported"
 CASES: dict[str, dict[int, list[Layout]]] = {
     "qwen2_vl": {1: [PLAIN]},
-    "qwen2_5_vl": {1: [PLAIN], 2: [{TP: 2} | WHOLE | PLAIN, {TP: 2} | SP | FULL, {PP: 2} | PLAIN, {}]},
-    "qwen3_vl": {1: [PLAIN | FULL], 2: [{TP: 2} | SP | PLAIN | {PACKED: True}, {PP: 2}, {CP: 2}]},
+    "qwen2_5_vl": {1: [PLAIN], 2: [{TP: 2} | WHOLE | PLAIN, {PP: 2} | PLAIN]},
+    "qwen3_vl": {2: [{TP: 2} | SP | PLAIN | FULL | {PACKED: True}, {PP: 2}, {CP: 2}]},
     "qwen3_vl_moe": {1: [PLAIN | FULL | {EXPORTED: True}], 2: [{EP: 2}]},
-    "qwen3_5": {1: [PLAIN | {PACKED: True}], 2: [{TP: 2} | SP, {PP: 2}]},
+    "qwen3_5": {2: [{TP: 2} | SP | PLAIN | {PACKED: True}, {PP: 2}]},
     "qwen3_5_moe": {2: [{EP: 2} | PLAIN]},
-    "internvl": {1: [PLAIN | {EXPORTED: True}], 2: [{TP: 2} | SP | PLAIN]},
+    "internvl": {2: [{TP: 2} | SP | PLAIN | {EXPORTED: True}]},
 }
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 RATES = {"vit": 2e-2, "aligner": 5e-3}
@@ -301,7 +301,6 @@ SEEN: list[dict[str, Any]] = [{"prompt": [ASKED], "images": [png(k)]} for k in r
 RUNS: dict[str, dict[str, Any]] = {
     "sft": {"dataset": ROWS, "max_length": None, "shuffle_dataset": False},
     "dpo": {"dataset": PAIRS, "max_length": None, "eval_dataset": None},
-    "reward": {"dataset": PAIRS, "max_length": None, "eval_dataset": None},
     "classification": {
         "dataset": [{"messages": [ASKED], "images": [png(k)], "label": k % 3} for k in range(4)],
         "eval_dataset": None,

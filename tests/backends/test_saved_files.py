@@ -21,6 +21,7 @@ from tests.backends.test_megatron_checkpoint import backend_of, steps
 from tests.rayhelper.strangers import Payload
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.hf_model import read_weights
+from trainers.backends.model_files import read_adapter
 from trainers.backends.random_state import random_state, read_random_state, set_random_state
 from trainers.backends.saved_files import FORMAT, check_distributed, read_saved
 
@@ -128,12 +129,11 @@ def test_files_of_tensors_that_are_cut_off_or_gone_are_one_line(tmp_path: Path) 
             read_saved(file)
 
 
-def test_weights_whose_header_does_not_fit_their_file_are_one_line(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(100)}, tmp_path / "model.safetensors")
-    whole = (tmp_path / "model.safetensors").read_bytes()
+@pytest.mark.parametrize("name", ["model.safetensors", "adapter_model.safetensors"])
+def test_weights_whose_header_does_not_fit_their_file_are_one_line(name: str, tmp_path: Path) -> None:
+    save_file({"a": torch.ones(100)}, tmp_path / name)
+    whole = (tmp_path / name).read_bytes()
     for content in (whole[:-20], b"", (2**40).to_bytes(8, "little") + whole[8:]):
-        (tmp_path / "model.safetensors").write_bytes(content)
-        with pytest.raises(
-            ConfigError, match=r"cannot be read: model.safetensors is damaged \([^\n]*another checkpoint"
-        ):
-            dict(read_weights(tmp_path))
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"cannot be read: {name} is damaged \([^\n]*another checkpoint"):
+            dict(read_weights(tmp_path)) if name == "model.safetensors" else read_adapter(tmp_path / name)

@@ -144,13 +144,12 @@ def halves_of_runs(rank: int, folder: str, runs: Path, num_ranks: int) -> dict[s
 def test_a_run_goes_on_over_another_number_of_ranks(folder: str, tmp_path: Path) -> None:
     halves_of_runs(0, folder, tmp_path / "alone", 1)
     expected = halves_of_runs(0, folder, tmp_path / "alone", 1)
-    for before, others in ((4, (1, 2)), (1, (2,))):
+    for before, after in ((4, 2), (1, 2)):
         runs = tmp_path / f"from_{before}"
         run_ranks(before, halves_of_runs, folder, runs, before, folder=tmp_path)
-        for after in others:
-            found = run_ranks(after, halves_of_runs, folder, runs, after, folder=tmp_path)[0]
-            for case, weights in expected.items():
-                assert largest_difference(found[case], weights) < 2e-6, f"{case}, {before} to {after}"
+        found = run_ranks(after, halves_of_runs, folder, runs, after, folder=tmp_path)[0]
+        for case, weights in expected.items():
+            assert largest_difference(found[case], weights) < 2e-6, f"{case}, {before} to {after}"
     for case in expected:
         final, ours = (
             load_file(tmp_path / name / case / "final" / "model.safetensors") for name in ("from_4", "alone")

@@ -98,6 +98,7 @@ def test_an_example_trains_two_steps_on_ray(name: str, tmp_path: Path, ray_sessi
         keys["teacher_model"] = save_tiny(tmp_path / "teacher", seed=1)
     config = load_config(config_type, ["--config", f"examples/{name}.yaml", *(f"--{k}={v}" for k, v in keys.items())])
     config = dataclasses.replace(config, eval_dataset=None)
+    assert config.use_ray == (name != "sft/gsm8k")
     assert set(placement(trainer, config).roles) == set(trainer.__rayhelper_roles__)
     with ray_session(separate()):
         trainer(config).train()

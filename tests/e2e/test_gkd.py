@@ -97,13 +97,13 @@ def completed_by_teacher(trainer: GKDTrainer) -> DistillationSamples:
 # Nothing to learn
 
 
-@pytest.mark.parametrize("shown", ["the same prompt", "a prompt of its own that says the same"])
-@pytest.mark.parametrize("name", TEACHERS)
+@pytest.mark.parametrize(("name", "own_prompts"), [*zip(TEACHERS, (False, True, True), strict=True)])
 def test_a_student_equal_to_its_teacher_has_a_loss_and_a_gradient_of_exactly_zero(
-    name: str, shown: str, model: str, tmp_path: Path
+    name: str, own_prompts: bool, model: str, tmp_path: Path
 ) -> None:
+    """The teacher is shown the same prompt, or one of its own that says the same."""
     samples = seven_samples()
-    if shown != "the same prompt":
+    if own_prompts:
         own = {"teacher_input_ids": samples.input_ids, "teacher_target_mask": samples.target_mask}
         samples = DistillationSamples(samples.input_ids, samples.target_mask, **own)
     for beta in (0.0, 0.4, 1.0):
@@ -176,8 +176,7 @@ def gradients_seen(found: dict[str, torch.Tensor]) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("own_prompts", [False, True])
-@pytest.mark.parametrize("name", TEACHERS)
+@pytest.mark.parametrize(("name", "own_prompts"), [*zip(TEACHERS, (True, False, True), strict=True)])
 def test_a_step_has_the_gradient_of_plain_autograd_and_not_of_a_teacher_read_one_token_off(
     name: str, own_prompts: bool, model: str, teacher: str, padded: str, tmp_path: Path
 ) -> None:
@@ -265,19 +264,16 @@ def test_a_step_over_four_workers_is_the_step_of_one_though_one_has_nothing(
 ) -> None:
     """Student and teacher lie in shards, so that every worker must run both, equally often."""
     seven = seven_samples(teacher_prompts=True)
-    configs = {
-        name: [
-            gkd_config(model, tmp_path, teacher_model=teacher, per_device_train_batch_size=size, **step_keys(name))
-            for size in (8, 1)
-        ]
-        for name in TEACHERS
-    }
-    of_three = {name: one_step(whole, seven[:3]) for name, (whole, _) in configs.items()}
+    of_three, of_seven = "whole vocabulary", "top k and their tail"
+
+    def config(name: str, size: int) -> Any:
+        keys = {"teacher_model": teacher, "per_device_train_batch_size": size}
+        return gkd_config(model, tmp_path, **keys, **step_keys(name))
+
+    expected = one_step(config(of_three, 8), seven[:3])
     with ray_session(together(4)):
-        for name, (_, cut) in configs.items():
-            assert_same_step(one_step(cut, seven[:3]), of_three[name], f"{name}, three samples")
-        name = "top k and their tail"
-        assert_same_step(one_step(configs[name][1], seven), at_once[name], f"{name}, seven samples")
+        assert_same_step(one_step(config(of_three, 1), seven[:3]), expected, "three samples")
+        assert_same_step(one_step(config(of_seven, 1), seven), at_once[of_seven], "seven samples")
 
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -306,17 +302,11 @@ def test_one_ray_worker_equals_ray_off_bit_for_bit(
     assert final_bytes(tmp_path) == final_bytes(off / "whole")
 
 
-@pytest.mark.parametrize("runtime", ["inprocess", pytest.param("ray", marks=pytest.mark.xdist_group("ray_trainers"))])
 def test_roles_on_devices_of_their_own_equal_roles_that_share_one(
-    runtime: Any, off: Path, model: str, teacher: str, tmp_path: Path, request: pytest.FixtureRequest
+    off: Path, model: str, teacher: str, tmp_path: Path
 ) -> None:
-    """The student's weights, its completions and the teacher's answers went from worker to worker."""
-    with contextlib.ExitStack() as stack:
-        if runtime == "ray":
-            stack.enter_context(request.getfixturevalue("ray_session")(separate()))
-        else:
-            stack.enter_context(without_runtime())
-            stack.enter_context(RayHelper.session(APART, runtime=runtime))
+    """The student's weights, its completions and the teacher's answers go from worker to worker; on Ray: below."""
+    with without_runtime(), RayHelper.session(APART, runtime="inprocess"):
         GKDTrainer(gkd_config(model, tmp_path, teacher_model=teacher, **RUNS["top"])).train()
     assert lines(tmp_path) == lines(off / "top")
     assert final_bytes(tmp_path) == final_bytes(off / "top")
@@ -615,18 +605,18 @@ def test_a_teacher_of_other_tokens_is_refused(model: str, tmp_path: Path) -> Non
 # Examples
 
 
-@pytest.mark.parametrize("name", ["quickstart", "separate"])
-def test_an_example_trains_two_steps(
-    name: str, model: str, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_examples_are_placed_and_one_trains_two_steps(
+    model: str, teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this process, with small models that were not taught to add."""
+    """In this process, with small models that were not taught to add; the other one on Ray: test_examples.py."""
     monkeypatch.chdir(ROOT)
     small = {"model": model, "teacher_model": teacher, "max_steps": 2, "global_batch_size": 16, "use_ray": "false"}
     arguments = [f"--{key}={value}" for key, value in {**small, "output_dir": tmp_path}.items()]
-    config = load_config(GKDConfig, ["--config", f"examples/gkd/{name}.yaml", *arguments])
-    groups = placement(GKDTrainer, config)
-    GKDTrainer.check(config, groups)
-    assert len(groups.groups) == (3 if name == "separate" else 1)
+    for name, num_groups in (("separate", 3), ("quickstart", 1)):
+        config = load_config(GKDConfig, ["--config", f"examples/gkd/{name}.yaml", *arguments])
+        groups = placement(GKDTrainer, config)
+        GKDTrainer.check(config, groups)
+        assert len(groups.groups) == num_groups
     assert run(GKDTrainer, config)["eval_loss"] > 0
     assert len([line for line in lines(tmp_path) if "loss" in line]) == 2
 

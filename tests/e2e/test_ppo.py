@@ -164,15 +164,6 @@ def test_a_step_over_several_workers_is_the_step_of_one(
     assert_same_step(found, alone[count], f"{count} completions on {num_workers} workers")
 
 
-def test_one_ray_worker_equals_ray_off_bit_for_bit(
-    off: Path, model: str, reward_model: str, tmp_path: Path, ray_session: RaySession
-) -> None:
-    with ray_session(together(1)):
-        PPOTrainer(whole_config(model, tmp_path, reward_model)).train()
-    assert lines(tmp_path) == lines(off)
-    assert final_bytes(tmp_path) == final_bytes(off)
-
-
 def test_roles_on_separate_groups_equal_roles_that_share_one(
     off: Path, model: str, reward_model: str, tmp_path: Path, ray_session: RaySession
 ) -> None:
@@ -242,13 +233,10 @@ def test_the_policy_without_its_adapter_is_the_reference(model: str, tmp_path: P
     assert (free / "final" / "adapter").is_dir()
 
 
-@pytest.mark.parametrize("keys", [{}, {"disable_dropout": False}], ids=["plain", "with dropout"])
-def test_a_resumed_run_equals_one_that_never_stopped(
-    keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
-    model = save_tiny(tmp_path_factory.mktemp("dropout"), attention_dropout=0.1)
+def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "dropout", attention_dropout=0.1)
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    keys = {"save_steps": 4, "eval_steps": 6, "val_before_train": True, **keys}
+    keys: dict[str, Any] = {"save_steps": 4, "eval_steps": 6, "val_before_train": True, "disable_dropout": False}
     PPOTrainer(ppo_config(model, whole, **keys)).train()
     with interrupted_after(9), pytest.raises(KeyboardInterrupt):
         PPOTrainer(ppo_config(model, parted, **keys)).train()
@@ -388,15 +376,17 @@ def test_models_with_other_tokens_are_refused(model: str, tmp_path: Path) -> Non
         PPOTrainer(ppo_config(model, tmp_path, value_model=other))
 
 
-@pytest.mark.parametrize("name", ["quickstart", "quickstart_ray"])
-def test_an_example_trains_two_steps(name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_are_placed_and_one_trains_two_steps(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one on Ray: test_examples.py."""
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     small = ["--max_steps=2", "--global_batch_size=8", "--val_before_train=false", "--eval_dataset=null"]
     arguments = [*small, "--eval_steps=null", f"--model={model}", f"--output_dir={tmp_path}"]
-    config = load_config(PPOConfig, ["--config", f"examples/ppo/{name}.yaml", *arguments])
-    hosted = [(group.roles, group.num_workers) for group in placement(PPOTrainer, config).groups]
     apart = [(("train", "rollout"), 1), (("critic", "reference", "reward"), 1)]
-    assert hosted == (apart if name == "quickstart_ray" else [(tuple(ROLES), 1)])
-    run(PPOTrainer, dataclasses.replace(config, use_ray=False))
+    for name, expected in (("quickstart_ray", apart), ("quickstart", [(tuple(ROLES), 1)])):
+        config = load_config(PPOConfig, ["--config", f"examples/ppo/{name}.yaml", *arguments])
+        assert [(group.roles, group.num_workers) for group in placement(PPOTrainer, config).groups] == expected
+    run(PPOTrainer, config)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
     assert (tmp_path / "final" / "model.safetensors").is_file()

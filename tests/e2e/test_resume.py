@@ -39,7 +39,6 @@ from trainers.run.stopping import Stopped
 from trainers.sft.trainer import SFTTrainer
 
 CASES: dict[str, tuple[Any, Any, int, int, dict[str, Any]]] = {  # trainer, config, steps, interrupted after, keys
-    "sft": (SFTTrainer, sft_config, 9, 6, {"save_steps": 2}),
     "sft with dropout": (
         SFTTrainer,
         sft_config,
@@ -186,7 +185,7 @@ def test_a_checkpoint_that_asks_for_code_ends_the_run_with_its_name(model: str, 
 
 
 SIGNALLED: dict[str, tuple[str, int, int]] = {  # signal, sent in step, stopped after step
-    "sft": ("SIGTERM", 4, 4),
+    "sft packed": ("SIGTERM", 4, 4),
     "sft with dropout": ("SIGHUP", 4, 4),  # which a checkpoint was due at
     "grpo": ("SIGUSR1", 5, 6),  # a generation is learned from to its end
 }

@@ -134,8 +134,8 @@ def test_a_further_stop_token_ends_a_candidate(models: Path, tmp_path: Path) -> 
     ]
 
 
-def test_vllm_draws_for_a_row_what_it_draws_in_any_batch(tmp_path: Path, ray_session: RaySession) -> None:
-    """In this process, and on two workers that hold one model together and score as well."""
+def test_vllm_draws_for_a_row_what_it_draws_in_any_batch(tmp_path: Path) -> None:
+    """That two workers which hold one model together complete as one: tests/rollout/test_vllm_parallel.py."""
     model = save_tiny(tmp_path / "model", head_dim=32)
     whole: dict[str, Any] = {"model": str(model), "prm_model": None, "orm_model": None, "sampler_engine": "vllm"}
     whole |= {
@@ -148,10 +148,9 @@ def test_vllm_draws_for_a_row_what_it_draws_in_any_batch(tmp_path: Path, ray_ses
     *found, last = ledger(tmp_path / "one")
     assert [entry["state"] for entry in found] == ["kept"] * len(ROWS)
     assert "vLLM's max_model_len has room for 14" in str(last)
-    kwargs = whole["engine_kwargs"] | {"tensor_parallel_size": 2}
-    settings = whole | {"engine_kwargs": kwargs, "num_sampling_batch_size": 3, "dataset": rows}
-    with ray_session(together(2)):
-        SamplingTrainer(config(tmp_path, tmp_path / "two", **settings)).train()
+    SamplingTrainer(
+        config(tmp_path, tmp_path / "two", **whole | {"num_sampling_batch_size": 3, "dataset": rows})
+    ).train()
     answers = [[(entry["row"], entry.get("answers")) for entry in ledger(tmp_path / name)] for name in ("one", "two")]
     assert answers[0] == answers[1]
 

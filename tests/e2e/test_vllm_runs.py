@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -36,7 +35,6 @@ from tests.e2e.runs import (
     ppo_config,
     whole_lines,
 )
-from tests.e2e.test_grpo import rewards_of_learning
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.rayhelper.test_torchrun import torchrun
 from trainers.backends.fsdp.backend import FsdpBackend
@@ -439,14 +437,6 @@ def test_a_queue_of_generations_is_filled_again_when_its_last_is_needed(model: s
         trainer.train()
     assert queued == [3, 2, 1, 3, 2, 1, 2, 1, 0]
     assert [line["staleness"] for line in lines(tmp_path)] == [0, 1, 2, 3, 1, 2, 3, 1, 2]
-
-
-def test_a_run_with_generations_ahead_learns(model: str, tmp_path: Path) -> None:
-    with apart_here():
-        keys: dict[str, Any] = {"learning_rate": 1e-2, "max_steps": 48}
-        rewards = rewards_of_learning({"policy": model}, tmp_path, max_staleness=1, **keys)
-    assert rewards[0] < 0.6
-    assert np.mean(rewards[-4:]) > 0.85
 
 
 def test_the_ratio_is_to_the_policy_that_wrote_the_tokens(model: str, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ ROWS: list[dict[str, Any]] = [
     {"messages": turns("<video>What moves?", "a square"), "videos": [frames(0)], "images": []},
     {"messages": turns("Nothing to see", "none at all"), "videos": [], "images": []},
     {"messages": turns("<image> and <video>?", "both"), "videos": [frames(1)], "images": [png(1)]},
-    {"messages": turns("A <video>, a <video>", "two"), "videos": [frames(2), frames(3)], "images": []},
+    {"messages": turns("A <video>, a <video>", "two"), "videos": [frames(2), frames(0)], "images": []},
     {"messages": turns("What is it? <image>", "one"), "videos": [], "images": [png(4)]},
 ]
 

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.tiny.text import tiny_tokenizer
 from rayhelper import RayHelper
+from rayhelper.errors import RoleError
 from rayhelper.worker.changed.marks import differ, mark
 from rayhelper.worker.changed.objects import Observed
 from tests.conftest import session_of
@@ -75,6 +76,67 @@ class Changing:
         return self.frozen(torch.ones(1, 2)).sum().item() + sum(map(len, (one.tokens for one in episodes)))
 
 
+STATE, NUM_CALLS = {"n": 0}, 0
+
+
+@dataclass(slots=True)
+class Counts:
+    calls: int = 0
+
+
+@dataclass
+class Settings:
+    seen: list[int]
+
+
+@RayHelper.worker(group="train")
+class Slots:
+    __slots__ = ("__dict__", "steps")  # without weak references
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    @RayHelper.function(group="train", execute="first")
+    def step(self) -> None:
+        self.steps += 1
+
+
+@RayHelper.worker(group="train")
+class Given:
+    decay = 1.0
+
+    def __init__(
+        self, net: Any, log: list[int], hook: Any, settings: Settings, on_step: Any, unused: list[int]
+    ) -> None:
+        self.layers = torch.nn.Sequential(net)
+        self.log, self.hook, self.seen, self.on_step, self.unused = log, hook, settings.seen, on_step, unused
+        self.counts = Counts()
+        self.best: float | None = None
+        self.model: Any = None
+
+    @RayHelper.function(group="train", execute="first")
+    def step(self, number: int) -> None:
+        global NUM_CALLS
+        NUM_CALLS += 1
+        _count()
+        self.layers(torch.ones(1, 2)).sum().backward()
+        self.log.append(number)
+        self.hook(number)
+        self.on_step(number)
+        self.seen.append(number)
+        self.decay = 0.5
+        self.counts.calls += 1
+        self.best, self.model = 0.5, self.layers
+
+    @RayHelper.function(group="train", execute="first")
+    def read(self) -> float:
+        return len(self.unused) + sum(self.log) + STATE["n"]
+
+
+def _count() -> None:
+    STATE["n"] += 1
+
+
 @pytest.fixture(params=["inprocess", "ray"])
 def _session(request: pytest.FixtureRequest) -> Iterator[None]:
     with session_of(request, GROUPS):
@@ -115,6 +177,37 @@ def test_what_a_call_has_changed_is_told_with_its_reply(caplog: pytest.LogCaptur
     assert changing.frozen.weight.shape == (2, 2)
 
 
+@pytest.mark.usefixtures("_session")
+def test_what_the_driver_holds_by_other_names_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    net, log, heard, settings, counter = torch.nn.Linear(2, 1), [0], [0], Settings([0]), collections.Counter[int]()
+    given = Given(net, log, heard.append, settings, lambda number: counter.update([number]), [1])
+    with caplog.at_level(logging.WARNING, "rayhelper"):
+        given.read()
+        assert not caplog.records
+        for number in range(2):
+            given.step(number)
+        given.read()
+    told = [record.getMessage() for record in caplog.records]
+    ours = "Given.step (role 'train') changes "
+    assert sorted(one.removeprefix(ours).partition(". With Ray off")[0] for one in told) == [
+        "self.best, which Given.__init__ has set to None",
+        "self.decay, which has a default in class Given",
+        *(f"the argument '{name}' of Given(...)" for name in ("hook", "log", "net", "on_step", "settings")),
+        "the global NUM_CALLS",
+        "the global STATE",
+    ]
+    with pytest.raises(AttributeError, match=r"Given\.counts differs from the workers' value: Given\.step"):
+        _ = given.counts
+    slots = Slots()
+    slots.step()
+    with pytest.raises(AttributeError, match=r"Slots\.steps differs from the workers' value: Slots\.step"):
+        _ = slots.steps
+    other = Slots()
+    other.steps = 5
+    with pytest.raises(RoleError, match=r"reads self\.steps, which was set on the driver"):
+        other.step()
+
+
 class Rows:
     """A data set that keeps what it has read."""
 
@@ -134,7 +227,7 @@ def test_values_are_read_in_full_in_the_first_calls_of_a_method_and_seldom_later
         assert held.rows[call % 2] in "ab"
         held.numbers.append(call)
         held.last = call
-        changes = observed.changes("T.add")["one"]
+        changes = observed.changes("T.add")[0]["one"]
         assert "last" in changes, "what is set anew is seen in every call"
         assert "rows" not in changes, "what is kept of rows may be read again"
         found += [call] * ("numbers" in changes)

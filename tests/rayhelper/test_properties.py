@@ -33,7 +33,7 @@ few_columns = st.integers(0, 9).flatmap(columns)
 # Divided and collected
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(value=some_columns, num_shards=st.integers(1, 16))
 def test_any_value_that_is_sliced_comes_back_exactly(value: Any, num_shards: int) -> None:
     division = split_call("slice", num_shards, (value,), {})
@@ -44,7 +44,7 @@ def test_any_value_that_is_sliced_comes_back_exactly(value: Any, num_shards: int
     assert same(join("flatten", parts, order=division.order), value)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(value=some_columns, num_shards=st.integers(1, 16), weights=st.lists(st.integers(0, 9), min_size=64, max_size=64))
 def test_any_value_that_is_balanced_comes_back_exactly(value: Any, num_shards: int, weights: list[int]) -> None:
     upcoming = iter(weights)
@@ -146,7 +146,7 @@ def test_any_layout_with_a_fault_is_refused(shards: dict[int, Shard], seed: int,
 # Packed
 
 
-@settings(max_examples=250)
+@settings(max_examples=100)
 @given(value=nestings(leaves()), writable=st.booleans())
 @example(value=torch.arange(6).reshape(1, 6)[:, 2], writable=False)  # of one item, at a stride of six
 @example(value=many(32, ">i4", 0, list), writable=False)
@@ -155,7 +155,7 @@ def test_any_value_that_is_packed_is_unpacked_exactly(value: Any, writable: bool
     assert same(unpack(pack(value), writable=writable), value)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(value=nestings(leaves()))
 @example(value=many(32, "i8", 0, list))
 @example(value=np.arange(70_000))
@@ -165,7 +165,7 @@ def test_any_value_that_is_packed_twice_is_shared_when_it_is_unpacked(value: Any
     assert first is second["again"]
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(value=st.one_of(arrays(3), tensors(3)))
 @example(value=laid_out(np.arange(3), "read-only"))
 def test_any_array_unpacked_for_its_only_reader_can_be_written_to_and_the_senders_stays(value: Any) -> None:
@@ -206,7 +206,7 @@ def group_of(num_workers: int) -> dict[str, Any]:
     return {"g": {"device": "CPU", "ranks": num_workers, "workers": ["w"]}}
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(value=st.one_of(some_columns, few_columns), num_workers=st.integers(1, 16), strict=st.booleans())
 def test_any_value_comes_back_from_simulated_workers(value: Any, num_workers: int, strict: bool) -> None:
     with without_runtime(), RayHelper.session(group_of(num_workers), runtime="inprocess", strict=strict):

@@ -353,6 +353,11 @@ CHANGED: dict[str, tuple[str, Callable[[Any], Any], str]] = {  # the method, wha
         lambda one: one.models["a"][0].eval(),
         "self.models, which was changed in place",
     ),
+    "the data of a model": (
+        "by_models",
+        lambda one: one.models["a"][0].weight.data.fill_(3.0),
+        "self.models, which was changed in place",
+    ),
     "read by name": ("any_of", lambda one: one.options.update(lr=1.0), r"self.options\['lr'\]"),
 }
 

@@ -7,8 +7,10 @@ Templates are those of the models as TRL ships them (``trl/chat_templates``), an
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,8 @@ from trainers.data.rows import tokenize_prompts
 from trainers.plugins import TOOL_CALL_PARSERS
 from trainers.rollout.environments import Reply
 from trainers.rollout.episodes import reply_ids
-from trainers.rollout.tool_call_forms import ToolCall
-from trainers.rollout.tool_calls import form_of, tool_call_parser
+from trainers.rollout.tool_call_forms import ToolCall, gemma4
+from trainers.rollout.tool_calls import form_of, read_hermes, tool_call_parser
 from trainers.rollout.tools import ToolEnvironment, resolve_tools, schemas
 
 SPECIAL = {  # special tokens of the models, besides ChatML's
@@ -38,6 +40,7 @@ SPECIAL = {  # special tokens of the models, besides ChatML's
     "qwen": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
     "glm": ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|observation|>"],
     "llama": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>", "<|eom_id|>"],
+    "gemma 4": ["<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>", "<|turn>", "<turn|>"],
     "mistral": ["[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "</s>"],
     "mistral 11": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "</s>"],
 }
@@ -94,6 +97,7 @@ LIVE = {  # of a model, TRL's file with its template: whose special tokens, and 
     "qwen3_5_nothink": ("qwen", "qwen3_coder"),
     "glm4moe": ("glm", "glm45"),
     "llama3_1": ("llama", "llama3_json"),
+    "gemma4_v5": ("gemma 4", "gemma4"),
 }
 
 
@@ -106,6 +110,53 @@ def test_a_call_is_read_as_the_template_writes_it(template: str) -> None:
     (call,) = tool_call_parser("auto", tokenizer, SCHEMAS)(text, {"prompt": [ASKED]})
     assert (call.name, call.arguments, call.error) == ("book", ARGUMENTS, None)
     assert tool_call_parser("auto", tokenizer, SCHEMAS)("nothing to call<|im_end|>", {"prompt": [ASKED]}) == []
+
+
+NESTED = {
+    "deep": {"a": [1, {"b": "c", "d": None}], "e": {}},
+    "flags": [True, False],
+    "text": "007, null] } 日本",
+    "n": [],
+}
+
+
+@pytest.mark.parametrize("template", ["qwen3", "gemma4", "gemma4_v5", "qwen3_5_nothink", "glm4moe"])
+def test_numbers_and_null_inside_of_values_keep_their_types(template: str) -> None:
+    schema: Any = copy.deepcopy(SCHEMAS[0])
+    types = {"deep": "object", "flags": "array", "text": "string", "n": "array"}
+    schema["function"]["parameters"] = {"type": "object", "properties": {k: {"type": v} for k, v in types.items()}}
+    tokenizer = tokenizer_of(LIVE.get(template, LIVE["gemma4_v5"])[0], template)
+    (call,) = tool_call_parser("auto", tokenizer, [schema])(written(tokenizer, NESTED), {"prompt": [ASKED]})
+    assert (call.arguments, call.error) == (NESTED, None)
+
+
+@pytest.mark.parametrize("text", ["</tool_call>", "a </tool_call> b <tool_call>", '"</tool_call>"'])
+def test_a_text_in_a_call_may_hold_the_marker_of_its_end(text: str) -> None:
+    line, other = (json.dumps({"name": "book", "arguments": one}) for one in ({"title": text}, ARGUMENTS))
+    whole = f"<tool_call>\n{line}\n</tool_call>\n<tool_call>\n{other}\n</tool_call><|im_end|>"
+    calls = read_hermes(whole, {})
+    assert [(call.name, call.arguments, call.error) for call in calls] == [
+        ("book", {"title": text}, None),
+        ("book", ARGUMENTS, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    "piece", ['<tool_call>{"a": "</tool_call>', '<tool_call>["</tool_call>', "<|tool_call>call:a{b:[["]
+)
+def test_a_turn_of_broken_calls_is_read_quickly(piece: str) -> None:
+    began = time.process_time()
+    text = piece * 30_000
+    assert all(call.error for call in [*read_hermes(text, {}), *gemma4(f"{text}<tool_call|>")])
+    assert time.process_time() - began < 5.0
+
+
+@pytest.mark.parametrize(
+    "inside", ["", "call:", "call:a", "call:a{", "call:a{b}", "call:a{b:}", "call:a{b:1,}", "call:a{b:1}x"]
+)
+def test_a_broken_call_of_gemma_is_told(inside: str) -> None:
+    (call,) = gemma4(f"<|tool_call>{inside}<tool_call|>")
+    assert call.error
 
 
 LINE = json.dumps(ARGUMENTS)

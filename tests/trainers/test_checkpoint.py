@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import itertools
 import json
 import os
@@ -432,6 +434,8 @@ def test_resuming_from_the_output_folder_names_the_checkpoints_in_it(tmp_path: P
     [
         {"step": -1}, {"step": True}, {"step": 2.5}, {"order": []}, {"settings": 3}, {"trainer": []},
         {"num_tokens": "x"}, {"num_epochs": "x"}, {"bad_steps": "x"}, {"save_count": None}, {"first_evaluation": 3},
+        {"best_metric": "x"}, {"checkpoints_no_better": "x"}, {"evaluated_step": []}, {"best_model_checkpoint": 3},
+        {"best_model_checkpoint": "../elsewhere"}, {"best_model_checkpoint": "/elsewhere"},
     ],
 )  # fmt: skip
 def test_a_state_with_values_of_other_types_is_that_of_no_checkpoint(changed: dict[str, Any], tmp_path: Path) -> None:
@@ -451,6 +455,28 @@ def test_files_nested_without_end_are_damaged_ones(name: str, tmp_path: Path) ->
     save(tmp_path, 10)
     (save(tmp_path, 20) / name).write_text("[" * 100_000)
     assert newest(tmp_path).folder == tmp_path / "checkpoint-10"
+
+
+def test_a_file_that_the_disk_does_not_give_is_a_damaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 10)
+    folder = save(tmp_path, 20)
+    read = hashlib.file_digest
+
+    def fails(file: Any, *arguments: Any) -> Any:
+        if file.name == str(folder / "trainer_state.json"):
+            raise OSError(errno.EIO, "Input/output error")
+        return read(file, *arguments)
+
+    monkeypatch.setattr(hashlib, "file_digest", fails)
+    choice = newest(tmp_path)
+    assert choice.folder == tmp_path / "checkpoint-10"
+    assert "skipped checkpoint-20 (trainer_state.json cannot be read)" in choice.notes[0]
+
+
+def test_a_manifest_with_a_size_beyond_numbers_is_a_damaged_one(tmp_path: Path) -> None:
+    file = save(tmp_path, 10) / "manifest.json"
+    file.write_text(file.read_text().replace('"files": {', '"files": {"x": [1e999, "x"], '))
+    assert damage(file.parent) == "manifest.json cannot be read"
 
 
 @pytest.mark.parametrize("listed", [{}, {"../model.bin": [7, "x"]}, {"/etc/passwd": [7, "x"]}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import re
@@ -29,7 +30,9 @@ from trainers.configuration.reading.help import print_help
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.dpo.config import DPOConfig
 from trainers.grpo.config import GRPOConfig
+from trainers.run import origin
 from trainers.run.origin import without_secrets
+from trainers.sampling.config import SamplingConfig
 from trainers.sft.config import PretrainConfig, SFTConfig
 
 ROOT = Path(__file__).parents[2]
@@ -976,6 +979,39 @@ def test_secrets_are_written_nowhere_and_come_from_the_shell_again(
     with pytest.raises(SystemExit):
         load_config(Config, [*NEEDED, "--env.HF_TOKEN", SECRET, "--print_config"])
     assert SECRET not in capsys.readouterr().out
+
+
+def test_secrets_among_arguments_and_addresses_are_written_nowhere(
+    tmp_path: Path,
+) -> None:
+    keys: dict[str, Any] = {
+        "model_init_kwargs": {"token": SECRET, "revision": "main"},
+        "chat_template_kwargs": {"a_token": "shown"},
+        "columns": {"key": "prompt"},
+        "dataset": [f"https://me:{SECRET}@host/a", f"https://host/b?v=1&api_key={SECRET}&x=2", "c"],
+        "vllm_engine_kwargs": {"hf_token": SECRET, "max_num_seqs": 4},
+        "reward_funcs": [{"name": "judge", "api_key": SECRET, "headers": {"Authorization": f"Bearer {SECRET}"}}],
+        "environment": {"name": "shop", "base_url": f"http://me:{SECRET}@shop", "eos_token": "</s>"},
+        "rollout_engine": "vllm",
+    }
+    config = GRPOConfig(model="m", **keys)
+    save_config(config, tmp_path)
+    text = (tmp_path / "config.yaml").read_text()
+    assert SECRET not in text
+    origin.begin(tmp_path, config, trainer="x", first_step=0, num_steps=1)
+    assert SECRET not in (tmp_path / "run.json").read_text()
+    said = yaml.safe_load(text)
+    assert said["model_init_kwargs"] == {"token": "***", "revision": "main"}
+    assert said["dataset"] == ["https://me:***@host/a", "https://host/b?v=1&api_key=***&x=2", "c"]
+    assert said["environment"] == {"name": "shop", "base_url": "http://me:***@shop", "eos_token": "</s>"}
+    assert (said["columns"], said["chat_template_kwargs"]) == ({"key": "prompt"}, {"a_token": "shown"})
+    assert said["reward_funcs"][0]["headers"] == {"Authorization": "***"}
+    with pytest.raises(ConfigError, match=r"was masked when the file was written. Write its value"):
+        load_config(GRPOConfig, ["--config", str(tmp_path / "config.yaml")])
+    words = ["--model_init_kwargs", json.dumps(keys["model_init_kwargs"]), f"--dataset={keys['dataset'][0]}"]
+    assert SECRET not in " ".join(without_secrets(words, config))
+    sampling = SamplingConfig(model="m", dataset="d", engine_kwargs={"token": SECRET})
+    assert SECRET not in str(sampling.deciding())
 
 
 class LeavingTrainer:

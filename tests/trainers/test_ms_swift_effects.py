@@ -270,3 +270,17 @@ def test_keys_of_trackers_are_variables_that_these_read(read: Any) -> None:
     assert read("grpo", "--env", '{"A": "b"}', "--wandb_project", "p").env == {"A": "b", "WANDB_PROJECT": "p"}
     with pytest.raises(ConfigError, match="remove one of them"):
         read("sft", "--env", '{"WANDB_PROJECT": "q"}', "--wandb_project", "p")
+
+
+@pytest.mark.parametrize(("num_workers", "first"), [(1, [0, 1, 2, 3]), (2, [0, 1, 4, 5])])
+def test_a_step_has_the_next_completions_of_each_worker(read: Any, num_workers: int, first: list[int]) -> None:
+    """rollout_mixin.py, split_by_mini_batches: without TRL's shuffle_sequence_dict."""
+    import numpy as np
+
+    from trainers.grpo.plan import GenerationPlan
+
+    sizes = ["--per_device_train_batch_size", str(4 // num_workers), "--num_generations", "2"]
+    config = read("grpo", *sizes, "--steps_per_generation", "2")
+    steps = list(GenerationPlan.of(config, 8, num_workers, {}).chunks(np.arange(8), seed=(0, 0)))  # type: ignore[arg-type]
+    assert [sorted(step) for step in steps] == [first, [k for k in range(8) if k not in first]]
+    assert all(np.array_equal(step, np.sort(step)) for step in steps)

@@ -593,6 +593,15 @@ def test_dppo_lets_unlikely_tokens_go_far_and_holds_likely_ones() -> None:
     assert ppo.tolist() == [pytest.approx([0.0, -1.5])]
 
 
+@pytest.mark.parametrize("loss_type", ["dppo_tv", "dppo_kl"])
+def test_dppo_without_a_cap_weighs_by_the_ratio_itself(loss_type: str) -> None:
+    columns = {**batch(), "logps_BT": batch()["old_logps_BT"] + 4.0}  # e^4 is 54.6
+    told: dict[str, Any] = {"loss_type": loss_type, "normaliser": 1, "epsilon": 1e9}
+    capped, far, free = (loss_and_gradient(columns, **told, dppo_ratio_cap=cap)[1] for cap in (20.0, 1e9, None))
+    assert torch.equal(free, far)
+    assert not torch.equal(free, capped)
+
+
 def test_luspo_sums_where_grpo_averages() -> None:
     columns = batch()
     lengths = torch.tensor(LENGTHS)

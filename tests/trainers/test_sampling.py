@@ -56,6 +56,8 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"retry_failed": True}, ["also set resume"]),
     ({"max_concurrent_requests": 0}, ["max_concurrent_requests must be at least 1"]),
     ({"dataset": ""}, ["dataset is empty"]),
+    ({"max_retries": 9}, ["max_retries is 9, but sampler_engine is hf"]),
+    ({**SERVER, "model_init_kwargs": {"rope_theta": 1.0}}, ["model_init_kwargs is ", "sampler_engine is client"]),
 ]
 
 

@@ -211,6 +211,24 @@ def test_the_best_checkpoint_must_be_there_to_be_loaded(tmp_path: Path) -> None:
         Run(TrainConfig(**data, **keys, output_dir=str(tmp_path / "b")), 8, headline=(), order={})
 
 
+def test_a_best_checkpoint_with_a_flipped_bit_does_not_become_the_model(tmp_path: Path) -> None:
+    """It may be days old when it is loaded."""
+    keys: dict[str, Any] = {"eval_steps": 1, "save_steps": 1, **BEST}
+
+    def flips_a_bit(self: Ours, folder: Path) -> None:
+        (folder / "weight").write_text(str(self.weight))
+        if self.weight == 6:  # the best one is of step 4
+            (tmp_path / "checkpoint-4" / "weight").write_text("5")
+
+    ours = type("Damaged", (Ours,), {"save": flips_a_bit})()
+    with (
+        run_of(tmp_path, 7, **keys) as run,
+        pytest.raises(ConfigError, match=r"checkpoint-4 is damaged: weight differs"),
+    ):
+        ours.train(run, steps_per_epoch=7)
+    assert ours.weight == 7
+
+
 # Whole runs
 
 STREAM: dict[str, Any] = {"streaming": True, "max_steps": 9, "disable_dropout": False}

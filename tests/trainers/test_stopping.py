@@ -64,10 +64,16 @@ def test_outside_of_the_main_thread_nothing_is_changed() -> None:
     assert seen == [before]
 
 
-def test_sigterm_while_workers_start_exits_with_143() -> None:
-    with ends_by_sigterm(), pytest.raises(SystemExit) as ended:
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert ended.value.code == 143
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_while_workers_start_exits_with_143(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with ends_by_sigterm(), pytest.raises(SystemExit) as ended:
+            os.kill(os.getpid(), number)
+        assert ended.value.code == 143
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_process_that_was_stopped_keeps_its_exit_code_whatever_its_launcher_sends() -> None:

@@ -19,10 +19,13 @@ from rayhelper import ConfigError
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.classification.config import ClassificationConfig
 from trainers.cli import load_config, main
+from trainers.configuration.megatron_checks import config_file
 from trainers.configuration.reading.folders import configurations
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.cpo.config import SimPOConfig
 from trainers.dpo.config import DPOConfig
+from trainers.gkd.config import GKDConfig
+from trainers.gkd.trainer import GKDTrainer
 from trainers.grpo.config import GRPOConfig
 from trainers.parts.model_checks import (
     check_lengths,
@@ -34,7 +37,10 @@ from trainers.parts.model_checks import (
 )
 from trainers.ppo.config import PPOConfig
 from trainers.reward.config import RewardConfig
+from trainers.sampling.config import SamplingConfig
+from trainers.sampling.trainer import SamplingTrainer
 from trainers.sft.config import SFTConfig
+from trainers.sft.trainer import SFTTrainer
 
 NEEDED: dict[str, Any] = {"model": "m", "dataset": "d"}
 GRPO: dict[str, Any] = {"reward_funcs": ["format"]}
@@ -55,6 +61,9 @@ GRPO: dict[str, Any] = {"reward_funcs": ["format"]}
         (SFTConfig, {"chat_template": " "}, "chat_template is empty"),
         (SFTConfig, {"run_name": "../../../etc/passwd"}, "run_name must be a name, without .."),
         (SFTConfig, {"output_dir": ""}, "output_dir is empty"),
+        (SFTConfig, {"output_dir": "a" * 256}, "output_dir is longer than a name of a file may be"),
+        (GRPOConfig, GRPO | {"ref_model": "a/" * 2048}, "ref_model is longer than a name of a file may be"),
+        (GRPOConfig, GRPO | {"reward_model": ["m", "é" * 128]}, "reward_model is longer than a name of a file may be"),
         (SFTConfig, {"output_dir": "a\0b"}, "output_dir holds a character of code 0"),
         (SFTConfig, {"env": {"A=B": 1}}, "env: 'A=B' is not a name of an environment variable"),
         (SFTConfig, {"env": {"": 1}}, "env: '' is not a name of an environment variable"),
@@ -212,6 +221,11 @@ def test_numbers_are_written_in_plain_digits(key: str, text: str) -> None:
         (DPOConfig, {"loss_type": [{"a": 1}]}, "loss_type must be "),
         (SFTConfig, {"eval_steps": {"a": 1}}, "eval_steps must be a whole number"),  # with no eval_dataset, too
         (SFTConfig, {"eval_strategy": "zzz"}, "eval_strategy must be one of steps, epoch, no"),
+        (SFTConfig, {"eval_strategy": 3}, "eval_strategy must be one of steps, epoch, no"),
+        (SFTConfig, {"eval_strategy": -math.inf}, "eval_strategy must be one of steps, epoch, no"),
+        (SFTConfig, {"eval_steps": math.nan}, "eval_steps must be a whole number"),
+        (SFTConfig, {"eval_steps": -1}, "eval_steps must be at least 1"),
+        (SFTConfig, {"learning_rate": 10**400}, "learning_rate must be a number, got 1000"),  # no float is so large
         (GRPOConfig, GRPO | {"vllm_tensor_parallel_size": True}, "vllm_tensor_parallel_size must be a whole number"),
         (GRPOConfig, GRPO | {"sleep_level": True}, "sleep_level must be one of 0, 1, 2"),
     ],
@@ -448,6 +462,32 @@ def test_an_engine_that_quantizes_its_weights_is_refused_unless_it_keeps_them() 
     GRPOConfig(**keys, vllm_engine_kwargs={"quantization": "fp8"}, tuner_type="lora", vllm_enable_lora=True)
 
 
+def test_arguments_that_a_models_class_does_not_take_are_named_by_those_that_only_read_it(model: str) -> None:
+    with pytest.raises(ConfigError, match="model_init_kwargs holds min_lr, which is neither"):
+        SamplingTrainer.check(SamplingConfig(**NEEDED | {"model": model, "model_init_kwargs": {"min_lr": 1}}), None)
+    with pytest.raises(ConfigError, match="max_completion_length is 1000000, but the model"):
+        SamplingTrainer.check(SamplingConfig(**NEEDED | {"model": model, "max_completion_length": 10**6}), None)
+    teacher: dict[str, Any] = {"teacher_model": model, "teacher_model_init_kwargs": {"min_lr": 1}}
+    with pytest.raises(ConfigError, match="teacher_model_init_kwargs holds min_lr, which is neither"):
+        GKDTrainer.check(GKDConfig(**NEEDED | {"model": model} | teacher), None)
+
+
+@pytest.mark.parametrize("name", ["a b", "{{ x", "-x"])
+def test_a_name_that_the_hub_cannot_have_has_no_file_here(name: str) -> None:
+    assert config_file(name) is None
+
+
+@pytest.mark.parametrize("token", ["{{ x", "</end>", " "])
+def test_an_end_that_is_no_token_is_refused_as_no_text_would_end(token: str, model: str) -> None:
+    with pytest.raises(ConfigError, match=r"eos_token .* is not one token of the tokenizer"):
+        SFTTrainer.check(SFTConfig(model=model, dataset=[{"text": "a"}], eos_token=token), None)
+
+
+def test_an_end_may_be_a_new_token(model: str) -> None:
+    config = SFTConfig(model=model, dataset=[{"text": "a"}], eos_token="</end>", new_special_tokens=["</end>"])
+    SFTTrainer.check(config, None)
+
+
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model: .* has no config.json"):
         check_model_folder(SFTConfig(model=str(tmp_path), dataset="d"))
@@ -513,7 +553,7 @@ def right(kind: type[RunConfig]) -> dict[str, Any]:
     return NEEDED | needed.get(kind.__name__, {}) | (GRPO if kind.__name__ in rewarded else {})
 
 
-@settings(max_examples=1000, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, suppress_health_check=list(HealthCheck))
 @given(malformed())
 def test_whatever_is_written_in_python_is_accepted_or_refused_in_one_line(case: tuple[type, dict[str, Any]]) -> None:
     kind, keys = case
@@ -530,7 +570,7 @@ def test_whatever_is_written_in_python_is_accepted_or_refused_in_one_line(case: 
             assert math.isfinite(kept) or name == "prm_threshold", name
 
 
-@settings(max_examples=450, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(malformed(), st.booleans())
 def test_whatever_is_written_in_a_file_or_on_the_command_line_is_too(
     tmp_path_factory: pytest.TempPathFactory, case: tuple[type[TrainConfig], dict[str, Any]], in_file: bool

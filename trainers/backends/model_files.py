@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+from rayhelper import ConfigError
 
 SINGLE = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them
 
@@ -80,6 +83,25 @@ def _index_mistake(index: Path) -> str | None:
         if mistake := file_mistake(file):
             return mistake
     return None
+
+
+def read_adapter(file: Path) -> dict[str, Any]:
+    """The tensors of an adapter, on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ConfigError: it is damaged.
+    """
+    from safetensors.torch import load_file
+
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file.parent} holds no {file.name}, so it is not a checkpoint of a LoRA run or of another tuner"
+        )
+    if mistake := file_mistake(file):
+        raise ConfigError(f"{file.parent} cannot be read: {mistake}. Use another checkpoint.")
+    found: dict[str, Any] = load_file(file)
+    return found
 
 
 def file_mistake(file: Path) -> str | None:

@@ -59,3 +59,20 @@ def read_random_state(path: Path) -> dict[str, Any]:
     with torch.serialization.safe_globals(of_arrays):
         state: dict[str, Any] = read_saved(path)
     return state
+
+
+def zero_dropout(module: torch.nn.Module) -> None:
+    """Sets every dropout to zero: the layers, and the rates that parts and configurations keep as plain numbers."""
+    for holder, name in list(dropouts(module)):
+        setattr(holder, name, 0.0)
+
+
+def dropouts(module: torch.nn.Module) -> Iterator[tuple[Any, str]]:
+    """Where a model keeps rates of dropout, as an object and its attribute."""
+    for part in module.modules():
+        if isinstance(part, torch.nn.Dropout):
+            yield part, "p"
+        for holder in (part, getattr(part, "config", None)):
+            for name, value in list(vars(holder).items()) if holder is not None else ():
+                if "drop" in name and isinstance(value, float):
+                    yield holder, name

@@ -263,6 +263,7 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         Default("use_bias_correction_kl", False, "swift/rlhf_trainers/grpo_trainer.py", _has_kl_in_loss),
         Default("kl_clip_max", 10.0, "swift/rlhf_trainers/grpo_trainer.py", _has_kl_in_loss),
         Default("dataloader_drop_last", True, "swift/rlhf_trainers/arguments.py"),
+        Default("shuffle_generation", False, "swift/rlhf_trainers/grpo_trainer.py"),
         Default("gradient_accumulation_steps", 1, RLHF, _counts_steps),
         Default(
             "rollout_importance_sampling_clip_max",

@@ -144,11 +144,15 @@ def dropout_mistakes(model: str) -> Iterator[str]:
 def config_file(model: str) -> Path | None:
     """Where the model's config.json lies on this machine; None if it does not."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     folder = Path(model).expanduser()
     if is_there(folder, Path.is_dir):
         return folder / "config.json" if (folder / "config.json").is_file() else None
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         return None
-    found = try_to_load_from_cache(model, "config.json")
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:  # no name that the hub could have
+        return None
     return Path(found) if isinstance(found, str) else None

@@ -54,6 +54,7 @@ AT_MOST = {  # numbers beyond them are accepted by every formula, and mean nothi
         10_000.0,
     ),
 }
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes of a file's name and of a path on Linux
 LOWEST_TEMPERATURE = 1e-4  # logits are divided by it
 TYPES_SAID_BETTER = ("stop_token_ids",)  # keys whose own check says more than their type
 SECONDS = ("timeout_s", "request_timeout_s", "reward_timeout_s", "save_before_s", "stop_grace_s")
@@ -190,6 +191,11 @@ def _check_texts(config: Any) -> None:
     for key in ("output_dir", "model", "tokenizer", "ref_model", "teacher_model", "dataset", "eval_dataset"):
         if isinstance(text := getattr(config, key, None), str) and text != text.strip():
             raise ConfigError(f"{key} is {text!r}, which begins or ends with a space or a new line. Remove that.")
+    for key in ("output_dir", *(one.name for one in fields(config) if "model" in one.name or one.name == "tokenizer")):
+        value = getattr(config, key)
+        for text in [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]:
+            if len(text) > LONGEST_PATH or any(len(os.fsencode(part)) > LONGEST_NAME for part in text.split("/")):
+                raise ConfigError(f"{key} is longer than a name of a file may be: {_shown(value)}. Shorten it.")
     _check_prompt_template(config.prompt_template)
     read_tokens(getattr(config, "new_special_tokens", []))
     name = config.run_name

@@ -36,6 +36,7 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.batch import Prompts, Ragged, Rollouts, Tasks
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of_steps, sequences_per_step, total_steps
+from trainers.configuration.values import is_there
 from trainers.data.batches import Batches, DrawnRows
 from trainers.data.broken_rows import response_mistake, without_broken
 from trainers.data.images.conversations import TYPES
@@ -67,7 +68,7 @@ from trainers.parts.inputs import (
     read_prompts,
     without_long,
 )
-from trainers.parts.model_checks import configuration_of
+from trainers.parts.model_checks import check_arguments, configuration_of
 from trainers.parts.models import resolved_models
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.plugins import MODELS, load_plugins
@@ -124,6 +125,9 @@ class GKDTrainer:
         check_staleness(config.max_staleness, groups)
         check_placement(config, groups)
         check_vllm_teacher(config, groups)
+        if config.teacher_model is not None and is_there(config.teacher_model, Path.is_dir):
+            kwargs = config.teacher_model_init_kwargs
+            check_arguments("teacher_model_init_kwargs", kwargs, config.teacher_model, config.trust_remote_code)
         is_own = bool(config.new_special_tokens) and config.teacher_model == config.model  # which gets the tokens too
         if config.teacher_model is not None and not is_own and not {config.model, config.teacher_model} & set(MODELS):
             common_vocab_size(config, config.model, config.teacher_model, load_tokenizer(config, config.model))

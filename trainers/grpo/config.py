@@ -48,6 +48,9 @@ class GRPOConfig(CompletionConfig):
     """Completions generated at once, over all workers. null: the completions of ``steps_per_generation`` steps."""
     steps_per_generation: int | None = None
     """Micro-batches per worker that one generation fills. null: ``gradient_accumulation_steps``."""
+    shuffle_generation: bool = True
+    """Whether completions are shuffled before they are divided among the optimizer steps of their generation. false:
+    each step takes the next completions of every worker, as in ms-swift."""
     num_iterations: int = 1
     """Number of passes through each generation (mu in the paper)."""
 

@@ -40,6 +40,8 @@ class GenerationPlan:
     max_steps: int
     num_epochs: float
     is_dynamic: bool = False
+    shuffles: bool = True
+    num_workers: int = 1
 
     @classmethod
     def of(cls, config: GRPOConfig, num_rows: int, num_workers: int, saved_order: Mapping[str, Any]) -> GenerationPlan:
@@ -84,6 +86,8 @@ class GenerationPlan:
             config.max_steps,
             config.num_train_epochs,
             bool(config.dynamic_sample),
+            config.shuffle_generation,
+            num_workers,
         )
 
     def check_rows(self) -> None:
@@ -127,11 +131,18 @@ class GenerationPlan:
         return epoch * -(-self.num_rows // self.num_prompts) + rest // self.num_updates(self.num_prompts)
 
     def chunks(self, samples: Samples, seed: tuple[int, int]) -> Iterator[Samples]:
-        """The samples of each optimizer step of a generation, shuffled if there are several."""
+        """The samples of each optimizer step of a generation.
+
+        Several steps share them in a random order, or, without ``shuffles``, each step has the next ones of every
+        worker, to which completions go in equal parts.
+        """
         num_chunks = -(-len(samples) // self.step_size)
+        in_order = np.arange(len(samples))
+        if len(samples) % (self.num_workers * num_chunks) == 0:
+            in_order = in_order.reshape(self.num_workers, num_chunks, -1).swapaxes(0, 1).reshape(-1)
         for iteration in range(self.num_iterations):
-            order = np.arange(len(samples))
-            if num_chunks > 1:
+            order = in_order
+            if num_chunks > 1 and self.shuffles:
                 order = np.random.default_rng([*seed, iteration]).permutation(len(samples))
             for part in np.array_split(order, num_chunks):
                 yield samples if num_chunks == 1 else samples[part]

@@ -234,7 +234,8 @@ def within_reach(
 ) -> PolicyTerms:
     """-sg(min(ratio, cap)) A logp, 0 where A asks for more of a move that has gone too far, down or up."""
     low_BT, high_BT = below_BT & (batch.advantages_BX < 0), above_BT & (batch.advantages_BX > 0)
-    weights_BT = held(batch.logps_BT.detach() - batch.old_logps_BT).exp().clamp(max=ratio_cap)
+    cap = math.inf if ratio_cap is None else ratio_cap
+    weights_BT = held(batch.logps_BT.detach() - batch.old_logps_BT).exp().clamp(max=cap)
     loss_BT = -weights_BT * batch.advantages_BX * batch.logps_BT
     return PolicyTerms(loss_BT.masked_fill(low_BT | high_BT, 0.0), (low_BT, high_BT))
 

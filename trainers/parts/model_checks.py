@@ -14,7 +14,7 @@ from trainers.backends.model_files import generation_mistake, weights_mistake
 from trainers.backends.own_code import own_code_mistake
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.mistakes import mistakes_of
-from trainers.configuration.shared import TrainConfig, changed
+from trainers.configuration.shared import RunConfig, TrainConfig, changed
 from trainers.configuration.values import is_there
 from trainers.configuration.vision import vision_mistake, vision_settings
 from trainers.data.images.processor import is_one_piece, is_vision
@@ -280,7 +280,7 @@ def check_sequences(config: TrainConfig, groups: DeviceGroups | None) -> None:
             )
 
 
-def check_lengths(config: TrainConfig) -> None:
+def check_lengths(config: RunConfig) -> None:
     """Raises ConfigError for a limit of tokens that is far beyond the positions that the model knows.
 
     Nothing is known of a model that is not there yet, nor where its positions are scaled.

@@ -64,6 +64,16 @@ def tokenizer_there(config: RunConfig) -> Any:
     return load_tokenizer(config, name) if is_there(name, Path.is_dir) else None
 
 
+def check_end(token: str | None, config: RunConfig) -> None:
+    """Raises ConfigError unless ``eos_token`` is a single token: a model that learns several does not stop there."""
+    tokenizer = None if token is None else tokenizer_there(config)
+    if tokenizer is not None and token_id(tokenizer, str(token)) is None:
+        raise ConfigError(
+            f"eos_token {token!r} is not one token of the tokenizer, so no text would end. Write one that it has, or "
+            "add it with new_special_tokens."
+        )
+
+
 def token_id(tokenizer: Any, token: str) -> int | None:
     """The id of one token; None: the tokenizer does not have it."""
     found = tokenizer.convert_tokens_to_ids(token)

@@ -27,6 +27,7 @@ from trainers.backends.fsdp.documents import picture_arguments
 from trainers.backends.fsdp.vision.classifier import classifier_class
 from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.backends.scores.inputs import seen_by
+from trainers.configuration.values import is_there
 from trainers.data.images.conversations import COLUMNS, as_parts
 from trainers.data.images.pictures import Pictures
 from trainers.data.images.processor import ImageReader
@@ -146,7 +147,7 @@ def names_reward_model(spec: Any) -> bool:
     """Whether a reward is given as a model and not as a function: a folder, a hub name, a model of a plugin."""
     if not isinstance(spec, str) or spec in REWARDS:
         return False
-    return spec in MODELS or "/" in spec or Path(spec).expanduser().is_dir()
+    return spec in MODELS or "/" in spec or is_there(spec, Path.is_dir)
 
 
 def check_reward_model(model: str | Path, trust_remote_code: bool) -> None:

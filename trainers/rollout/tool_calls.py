@@ -7,8 +7,9 @@
 
 ``auto`` takes the first that fits: the tokenizer's ``response_template``, by which transformers' ``parse_response``
 reads; else the parser of the form whose markers stand in the chat template. The forms of Hermes (Qwen 2.5 and 3),
-DeepSeek V3 and gpt-oss are read here (``tool_call_forms.py``), the others by vLLM's tool parsers. Where vLLM is not
-installed, TRL's response template for the chat template serves. A plugin is a function of the text that returns calls:
+DeepSeek V3, gpt-oss and Gemma 4 are read here (``tool_call_forms.py``), the others by vLLM's tool parsers. Where vLLM
+is not installed, TRL's response template for the chat template serves. A plugin is a function of the text that returns
+calls:
 
     @register_tool_call_parser("mine")
     def mine(text):                 # what the model wrote, special tokens included

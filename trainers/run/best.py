@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rayhelper import ConfigError
+from rayhelper import ConfigError, RayHelper
 from trainers.configuration.saving import SavingConfig
+from trainers.manifest import damage
 
 
 class Best:
@@ -79,6 +80,16 @@ class Best:
                 f"load_best_model_at_end: the best checkpoint of the continued run is {name}, which is not in "
                 f"{output_dir}. Copy it there, or remove load_best_model_at_end."
             )
+
+    @RayHelper.function(group="driver", execute="first")
+    def whole(self, folder: Path) -> Path:
+        """The folder of the best checkpoint. Raises ConfigError if a file of it has changed since it was written."""
+        if told := damage(folder):
+            raise ConfigError(
+                f"load_best_model_at_end: the best checkpoint {folder} is damaged: {told}. Remove "
+                "load_best_model_at_end, and resume from the newest checkpoint to get its model."
+            )
+        return folder
 
     def told(self, output_dir: Path) -> str:
         """One line of the best checkpoint; empty without one."""

@@ -29,7 +29,7 @@ from typing import Any
 import rayhelper
 from rayhelper import ConfigError
 from rayhelper.text import parse_text
-from trainers.configuration.reading.secrets import MASK, is_secret, masked, secret_in
+from trainers.configuration.reading.secrets import MASK, is_secret, masked, secret_in, secrets_in
 from trainers.configuration.reading.text import default_of
 
 ORIGIN_FILE = "run.json"
@@ -102,7 +102,9 @@ def without_secrets(arguments: Sequence[str], config: Any) -> list[str]:
 
 
 def _secrets(config: Any) -> Iterable[Any]:
-    """The values of secrets in ``env``, and in the ``env`` of device groups."""
+    """The secrets in ``env``, in the ``env`` of device groups, and among the arguments that other keys hold."""
+    if dataclasses.is_dataclass(config):
+        yield from secrets_in({one.name: getattr(config, one.name) for one in dataclasses.fields(config)})
     groups = getattr(config, "device_groups", None)
     with contextlib.suppress(ConfigError):
         groups = parse_text(groups, "device_groups") if isinstance(groups, str) else groups

@@ -461,7 +461,7 @@ class Run:
         logger.info("load_best_model_at_end: the final model comes from %s", folder)
         with self.stopwatch.stopped(), self.signals.watch.saving():
             self.wait_until_written()
-            load(folder)
+            load(self.best.whole(folder))
 
     def write(self, folder: Path, save: SaveFunction, tokenizer: Any, state: Mapping[str, Any] | None) -> None:
         """Writes ``folder``: the workers write their parts, process 0 the rest. It gets its name when all is written.

@@ -287,23 +287,26 @@ os.register_at_fork(after_in_child=_begin_as_child)
 
 @contextlib.contextmanager
 def ends_by_sigterm(*, ends_process: bool = False) -> Iterator[None]:
-    """Inside, SIGTERM raises ``Stopped`` with ``EXIT_CODE``.
+    """Inside, each of ``SIGNALS`` that is not ignored raises ``Stopped`` with ``EXIT_CODE``.
 
-    Without a handler process 1 of a container never gets it, and Ray's own exits with 15, after a stack of C++.
+    Without a handler process 1 of a container never gets SIGTERM, and Ray's own exits with 15, after a stack of C++.
     ``ends_process``: after ``Stopped`` SIGTERM does nothing. torchrun's launcher sends it to the other processes when
     one has ended, and it would change their exit code.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _end)
+    heard = [one for one in SIGNALS if one == signal.SIGTERM or signal.getsignal(one) is not signal.SIG_IGN]
+    before = {one: signal.signal(one, _end) for one in heard}
     try:
         yield
     except Stopped:
-        before = signal.SIG_IGN if ends_process else before
+        if ends_process:
+            before[signal.SIGTERM] = signal.SIG_IGN
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in before.items():
+            signal.signal(one, signal.SIG_DFL if handler is None else handler)
 
 
 def _end(_number: int, _frame: Any) -> NoReturn:

@@ -10,11 +10,13 @@ from typing import Any, ClassVar, Literal
 
 from rayhelper import ConfigError
 from trainers.configuration.completion import check_stop_token_ids
+from trainers.configuration.reading.secrets import masked
 from trainers.configuration.roles import Role
-from trainers.configuration.shared import RunConfig
+from trainers.configuration.shared import RunConfig, unread
 from trainers.configuration.values import at_least, check_seconds, is_there
 
 OUTPUT_TYPES = (".jsonl", ".parquet")
+OF_REQUESTS = ("max_concurrent_requests", "max_retries", "request_timeout_s")  # keys of a server's requests
 SEQUENCES_AT_ONCE = 256  # of vLLM, in a batch of rows: its own default of sequences that run together
 ROUNDS_OF_REQUESTS = 4  # in a batch of rows that a server answers, so that its slowest request holds up little
 
@@ -183,7 +185,7 @@ class SamplingConfig(RunConfig):
         if not self.stop_token_ids:
             del values["stop_token_ids"]  # ledgers from before there was such a key go on
         plain: dict[str, Any] = json.loads(
-            json.dumps(values, default=lambda value: getattr(value, "__name__", "object"))
+            json.dumps(masked(values), default=lambda value: getattr(value, "__name__", "object"))
         )
         return plain
 
@@ -240,6 +242,10 @@ def _check_engine(config: SamplingConfig) -> None:
                 raise ConfigError(f"{name} is a separate key; remove it from engine_kwargs, which are written to files")
     elif config.base_url:
         raise ConfigError(f"base_url is for sampler_engine client; sampler_engine is {config.sampler_engine}")
+    else:
+        unread(config, f"sampler_engine is {config.engine}, which asks no server", *OF_REQUESTS)
+    if config.engine != "hf":
+        unread(config, f"sampler_engine is {config.engine}, which builds its own model", "model_init_kwargs")
     sees = config.max_pixels is not None or config.image_processor_kwargs or config.image_urls
     if config.engine not in LOCAL and sees:
         raise ConfigError(

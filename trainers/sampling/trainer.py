@@ -25,6 +25,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,9 +35,11 @@ from rayhelper.roles.futures import Future
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.reading.secrets import masked
 from trainers.configuration.reading.text import save_config
+from trainers.configuration.values import is_there
 from trainers.data.images.processor import ImageReader
 from trainers.data.rows import prompt_of
 from trainers.parts.inputs import REWARD_MODEL, image_reader, read_rows
+from trainers.parts.model_checks import check_arguments, check_lengths
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.plugins import MODELS, load_plugins, resolve_model
 from trainers.report.command import write_of
@@ -97,6 +100,9 @@ class SamplingTrainer:
         if config.engine == "hf":
             keys = [one.name for one in dataclasses.fields(config)]
             check_generation_kwargs(config.engine_kwargs, key="engine_kwargs", beside=keys)
+            if is_there(config.model, Path.is_dir):
+                check_arguments("model_init_kwargs", config.model_init_kwargs, config.model, config.trust_remote_code)
+                check_lengths(config)
         elif config.engine == "vllm":
             check_vllm(config, groups)
         if not config.resume and not config.override_exist_file:

@@ -34,6 +34,7 @@ from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
 from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_rows
 from trainers.parts.policy import Policy
+from trainers.parts.tokenizer import check_end
 from trainers.run.run import Run, saved_order
 from trainers.sft.config import PretrainConfig, SFTConfig
 from trainers.sft.loss import supervised_loss
@@ -57,6 +58,7 @@ class SFTTrainer:
     def check(config: SFTConfig, groups: DeviceGroups | None) -> None:
         """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
         check_before_start(config, groups)
+        check_end(config.eos_token, config)
 
     @RayHelper.function(group="driver")
     def prepare(self) -> None:

@@ -5,9 +5,10 @@
     python -m benchmarks.real.learning --tiny                     # random weights, on a CPU, about five minutes
 
 ``--runs``: sft, grpo, dpo (from samples of the SFT model), gkd (of the SFT model into one with a third of its layers)
-and ppo; ``stages.py`` has their keys. All but ``sft`` begin with the SFT model of their seed, which is trained first
-where it is missing. The runs are plain YAML files. Accuracy is that of greedy completions of the model at the start and
-at ``--points`` checkpoints. It is measured after the run and does not count for its seconds.
+and ppo, and trl_grpo where it is named: GRPO by TRL's trainer; ``stages.py`` has their keys. All but ``sft`` begin with
+the SFT model of their seed, which is trained first where it is missing. The runs are plain YAML files. Accuracy is that
+of greedy completions of the model at the start and at ``--points`` checkpoints. It is measured after the run, and its
+seconds do not count.
 
 ``--out`` (outputs/real) gets ``results.json``, a plot of each run, and the last model of each seed. A run that is in
 ``results.json`` is not repeated: an interrupted command continues.
@@ -28,7 +29,7 @@ from typing import Any
 from benchmarks.origin import origin
 from benchmarks.real.gsm8k import problems, write_prompts
 from benchmarks.real.learning.plot import svg
-from benchmarks.real.learning.stages import RUNS, TINY, Begin, Sizes, command
+from benchmarks.real.learning.stages import PEERS, RUNS, TINY, Begin, Sizes, command
 from benchmarks.real.sides import card, parsed, run_side
 from benchmarks.tiny.text import tiny_model, tiny_tokenizer
 
@@ -127,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a real model with a chat template")
     parser.add_argument("--data", help="folder of GSM8K: train.jsonl and test.jsonl")
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS)
+    parser.add_argument("--runs", nargs="+", choices=RUNS + PEERS, default=RUNS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--keys", nargs="+", default=[], metavar="RUN:key=value,...", help="keys of a run's YAML")
     parser.add_argument("--out", default="outputs/real")

@@ -1,6 +1,7 @@
 """The runs whose curves are drawn: the trainer of each, the keys of its YAML, and what it begins with.
 
     model ──► sft ──┬──► grpo        rewards: the answer is right
+                    ├──► trl_grpo    the same by TRL's trainer, with vLLM in its process
                     ├──► ppo         the same
                     ├──► dpo         pairs of right and wrong samples of the SFT model
                     └──► gkd         its teacher; the student has a third of its layers
@@ -25,6 +26,7 @@ from benchmarks.real.gsm8k import write_prompts, write_solutions
 from trainers.rewards.functions import completion_text
 
 RUNS = ("sft", "grpo", "dpo", "gkd", "ppo")
+PEERS = ("trl_grpo",)
 PPO_EPOCHS = 4
 LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.")
 
@@ -63,8 +65,13 @@ class Begin:
 
 
 def command(name: str, begin: Begin, further: dict[str, Any]) -> tuple[list[str], str]:
-    """The command of a run, once its data are written; and the model that it begins with."""
-    begin.folder.mkdir(parents=True, exist_ok=True)
+    """The command of a run, once its data are written; and the model that it begins with.
+
+    Under ``folder/out`` its steps come to ``metrics.jsonl``, its models to ``checkpoint-STEP`` and ``final``.
+    """
+    (begin.folder / "out").mkdir(parents=True, exist_ok=True)
+    if name in PEERS:
+        return _trl_grpo(begin, further), begin.start
     keys = _STAGES[name](begin)
     sizes = begin.sizes
     keys = {
@@ -115,6 +122,38 @@ def _rewarded(begin: Begin) -> dict[str, Any]:
 
 def _grpo(begin: Begin) -> dict[str, Any]:
     return {**_rewarded(begin), "num_generations": begin.sizes.generations}
+
+
+def _trl_grpo(begin: Begin, further: dict[str, Any]) -> list[str]:
+    """TRL's names of the keys; micro-batches of 32 rows, which its documentation leaves to the user."""
+    sizes, out = begin.sizes, begin.folder / "out"
+    own = _grpo(begin)
+    rows = own["global_batch_size"]
+    steps = further.pop("max_steps", sizes.steps)
+    keys = {
+        **{name: own[name] for name in ("learning_rate", "lr_scheduler_type")},
+        "seed": begin.seed,
+        "save_strategy": "steps",
+        "save_steps": max(1, int(steps) // sizes.points),
+        "save_only_model": True,
+        "output_dir": str(out),
+        **further,
+    }
+    asked = {
+        "model": begin.start,
+        "data": own["dataset"],
+        "folder": str(begin.folder),
+        "final": str(out / "final"),
+        "steps_file": str(out / "metrics.jsonl"),
+        "rewards": sizes.reward,
+        "generations": own["num_generations"],
+        "length": own["max_completion_length"],
+        "steps": steps,
+        "rows": rows,
+        "micro": min(32, rows),
+        "keys": keys,
+    }
+    return [sys.executable, "-m", "benchmarks.real.trl_side", "grpo", json.dumps(asked)]
 
 
 def _ppo(begin: Begin) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from rayhelper.errors import DeadlineError, RoleError
 from rayhelper.roles.parts import Record
 from rayhelper.runtimes.torchrun.exchange import Watch
 from rayhelper.values.contents import Contents
+from rayhelper.values.reply import Changes
 from rayhelper.values.shards import Reports
 from rayhelper.worker.failures import Failure
 
@@ -22,6 +23,7 @@ class Outcome:
     value: Any = None
     failure: Failure | None = None
     shards: Reports = field(default_factory=dict)  # that the process reported since the last call
+    changes: Changes | None = None  # that the call has made to objects, where other processes do not host them
     parts: tuple[Record, ...] = ()  # of the object that was constructed
     given: str = ""  # how many arguments and items
     contents: Contents | None = None  # of the arguments; None: they are not compared in this call
@@ -61,9 +63,10 @@ def check_same_arguments(outcomes: list[Outcome]) -> None:
         what = "the same items in another order" if here.is_reordered(other.contents) else "other contents"
         raise RoleError(
             f"{outcomes[0].call}: rank {rank} passes {what} than rank 0: under torchrun every process must call with "
-            "the same arguments. Each takes its own slice of them. Look for a DataLoader or a shuffle without a seed: "
-            "call torch.manual_seed(...) in main, or give it generator=torch.Generator().manual_seed(...). Do not "
-            "give it a DistributedSampler. A time, a path or the order of a set is known to one process only. Get it "
+            "the same arguments. Each takes its own slice of them. Look for a DataLoader, a shuffle or a new model "
+            "without a seed: call torch.manual_seed(...) in main, or give a DataLoader "
+            "generator=torch.Generator().manual_seed(...). Do not give it a DistributedSampler. "
+            "A time, a path or the order of a set is known to one process only. Get it "
             "in a method of group 'driver' with execute='first'. If a role changes the argument in place, only its "
             "own process has the change: return the value."
         )

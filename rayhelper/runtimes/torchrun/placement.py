@@ -8,6 +8,7 @@ all.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import threading
 import time
@@ -19,9 +20,11 @@ from typing import Any, Protocol
 from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
 from rayhelper.errors import CallCancelledError, RoleError
 from rayhelper.roles.futures import Finished, FinishedCall, Future, finished, values_of
+from rayhelper.roles.left_behind import LeftBehind
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.parts import Identity, check_hosts, refuse_to_travel
 from rayhelper.roles.runtime import Route, acting_as, state, task_acting_as
+from rayhelper.roles.stale import Snapshot
 from rayhelper.runtimes.driver import undeclared
 from rayhelper.runtimes.off import call_here
 from rayhelper.runtimes.torchrun.exchange import Exchange, Watch
@@ -84,6 +87,15 @@ class SpmdPlacement:
         self.hosted = {
             name: HostedPlacement(runtime.workers[name], identity) for name in names if name in runtime.workers
         }
+        self.snapshot: Snapshot | None = None  # of an object that other processes host
+        self.left = LeftBehind()
+
+    def _observing(self, call: DividedCall) -> contextlib.AbstractContextManager[None]:
+        """Inside, a call is made on this process; what it changes is noted where others do not host the object."""
+        assert call.hosted is not None, "this process is called"
+        if str(self.identity.outermost.address) not in call.hosted.runtime.observed:
+            return contextlib.nullcontext()
+        return call.hosted.runtime.observing(self.identity, call.method, *call.own)
 
     def noted(self) -> list[Any]:
         """What the workers that this process is have noted of their calls, for ``prove``."""
@@ -161,7 +173,7 @@ class SpmdPlacement:
         def own_value() -> Any:
             hosted, (own_args, own_kwargs), begun_ns = call.hosted, call.own, time.time_ns()
             assert hosted is not None, "only a process of the group runs the method"
-            with acting_as(hosted.runtime), hosted.runtime.inside(hosted, method.role):
+            with acting_as(hosted.runtime), self._observing(call), hosted.runtime.inside(hosted, method.role):
                 value = hosted.runtime.watched(method).finished_call(target, own_args, own_kwargs)
             return call.answer(value, begun_ns)
 
@@ -238,7 +250,8 @@ class SpmdPlacement:
             coroutine = hosted.runtime.watched(method).coroutine(target, own_args, own_kwargs)
             self.runtime.exchange.coroutines[id(coroutine)] = coroutine
             try:
-                with task_acting_as(hosted.runtime), hosted.runtime.task_inside(hosted, method.role):
+                entered = task_acting_as(hosted.runtime), hosted.runtime.task_inside(hosted, method.role)
+                with self._observing(call), entered[0], entered[1]:
                     value = await coroutine
                 answer = call.answer(value, begun_ns)
             except Exception as error:
@@ -283,7 +296,8 @@ class SpmdPlacement:
         if call.hosted is not None and not call.is_awaited:
             runtime.settle_owed()
         begun_ns = time.time_ns()
-        outcome = replace(outcome, given=call.given, contents=call.contents)
+        changes = None if call.hosted is None else call.hosted.runtime.take_changes()
+        outcome = replace(outcome, given=call.given, contents=call.contents, changes=changes)
         values = runtime.settle(outcome, error, watch, of_coroutine=call.is_awaited)
         if runtime.recording:
             runtime.recording.span("wait", call.name, begun_ns, call.number, runtime.exchange.received_bytes)

@@ -32,9 +32,11 @@ from typing import Any
 from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
 from rayhelper.errors import ConfigError, DeadlineError, RoleError, WorkerDiedError, WorkerError
 from rayhelper.roles.classes import build
+from rayhelper.roles.left_behind import note_changes
 from rayhelper.roles.methods import RoleMethod, not_constructed
 from rayhelper.roles.parts import NO_INSTANCE, Identity, address_within, check_hosts, check_same_parts
 from rayhelper.roles.runtime import Shard, WorkerInfo, state
+from rayhelper.roles.stale import Snapshot
 from rayhelper.runtimes.announced import Announced
 from rayhelper.runtimes.debugging import Waiting
 from rayhelper.runtimes.driver import forked
@@ -52,9 +54,11 @@ from rayhelper.runtimes.torchrun.placement import OwedCall, SpmdPlacement
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.contents import contents_of
 from rayhelper.values.dispatch import bare
+from rayhelper.values.lost import check_constructor
 from rayhelper.values.shards import Reports, ShardTable
 from rayhelper.watch.patches import stop_at_breakpoints
 from rayhelper.watch.watchdog import Watched
+from rayhelper.worker.changed.objects import Observed
 from rayhelper.worker.failures import Failure, raise_first
 from rayhelper.worker.process_group import Joined, in_process_group, join_process_group, leave_process_group, let_go
 from rayhelper.worker.random_streams import NAMES, DrawingFrom, RandomState
@@ -90,7 +94,8 @@ class TorchrunRuntime:
         }
         self.shards = {group.name: ShardTable(group.num_workers, group.name) for group in config.groups}
         self.num_instances = 0
-        self.instances: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by address
+        self.told_changes: set[tuple[str, str]] = set()  # methods, and what they change of arguments and classes
+        self.placements: weakref.WeakValueDictionary[str, SpmdPlacement] = weakref.WeakValueDictionary()  # by address
         self.constructing: list[SpmdPlacement] = []
         self.owed: OwedCall | None = None  # the deferred call in which this process has not met the others yet
         self.last_awaited: Meeting | None = None  # of the call that was awaited last
@@ -119,6 +124,7 @@ class TorchrunRuntime:
             return
         self.check_usable(f"{type(instance).__name__}(...)")
         self.settle_owed()
+        check_constructor(type(instance), args, kwargs)
         identity = Identity(instance, None, str(self.num_instances))
         placement = SpmdPlacement(self, identity)
         for group in placement.hosts:
@@ -145,8 +151,23 @@ class TorchrunRuntime:
                 self.ended = None
             raise why
         self.settle(outcome, error, watch)
+        self._observe(placement)
         if self.watcher is not None:
             self.watcher.constructed(identity.name, placement.noted())
+
+    def _observe(self, placement: SpmdPlacement) -> None:
+        """Where groups are smaller than the run, what calls change is told to processes that do not host the object."""
+        identity, size = placement.identity, self.driver.world_size
+        if all(len(self.members[name]) == size for name in placement.hosts):
+            return
+        observed = Observed(identity.instances())
+        for hosted in placement.hosted.values():
+            known = hosted.runtime.observed
+            known[str(identity.address)] = observed
+            weakref.finalize(placement, known.pop, str(identity.address), None).atexit = False
+        if not placement.hosted:  # this process runs no code of its roles, and only reads it
+            for one in identity.instances():
+                one._rayhelper.snapshot = Snapshot(one, {})
 
     def _drawing(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Inside, a constructor draws what it draws on process 0: otherwise replicas begin with different weights.
@@ -192,8 +213,7 @@ class TorchrunRuntime:
 
     def _place(self, instance: Any, placement: SpmdPlacement) -> None:
         object.__setattr__(instance, "_rayhelper", placement)
-        with contextlib.suppress(TypeError):  # a class without weak references
-            self.instances[str(placement.identity.address)] = instance
+        self.placements[str(placement.identity.address)] = placement
 
     def describe_host_of(self, placement: SpmdPlacement) -> str:
         """Who this process is to an object, for messages."""
@@ -211,7 +231,8 @@ class TorchrunRuntime:
         return f"process {self.rank} of torchrun"
 
     def instance_at(self, address: str) -> Any:
-        return self.instances.get(address)
+        placement = self.placements.get(address)
+        return None if placement is None else placement.identity.reference()
 
     def take_reports(self) -> dict[tuple[str, str], Shard]:
         """The shards that this process reported since the last time, by address and role."""
@@ -265,6 +286,7 @@ class TorchrunRuntime:
         check_same_parts(outcomes[0].call.removesuffix(".__init__"), here, built.pop(here), built)
         for rank, other in enumerate(outcomes):
             self._note_shards(rank, other.shards)
+            note_changes(other.changes)
         return [other.value for other in outcomes]
 
     def _note_shards(self, process: int, shards: Reports) -> None:

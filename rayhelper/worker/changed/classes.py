@@ -1,4 +1,6 @@
-"""What a call has changed that belongs to a class: its attributes, default arguments, and variables of its methods."""
+"""What a call has changed that objects share: attributes of their class, default arguments, variables of its methods,
+and globals of the user's project that these use.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from rayhelper.roles.methods import RoleMethod
+from rayhelper.worker.changed.globals import functions_in, globals_of
 from rayhelper.worker.changed.marks import PLAIN, differ, is_own, mark
 
 _OTHERS = (type, FunctionType, ModuleType, property, staticmethod, classmethod, RoleMethod)
@@ -19,13 +22,22 @@ class Shared:
     def __init__(self, cls: type) -> None:
         self.classes = [base for base in cls.__mro__ if is_own(base.__module__)]
         self.functions = [found for base in self.classes for found in _functions_with_state(base)]
+        functions = (one for base in self.classes for one in functions_in(base))
+        self.globals = globals_of(functions, cls.__module__)
 
-    def marks(self) -> dict[str, Any]:
-        """By their names in messages, what tells later whether they were changed."""
+    def marks(self, *, in_full: bool) -> dict[str, Any]:
+        """By their names in messages, what tells later whether they were changed.
+
+        ``in_full`` False: of globals, which may be large, only whether they are other ones.
+        """
         found = {f"the class attribute {name}": value for base in self.classes for name, value in _attributes(base)}
         for label, function in self.functions:
             found |= _state_of(label, function)
-        return {label: value if type(value) in PLAIN else mark(value) for label, value in found.items()}
+        marks = {label: value if type(value) in PLAIN else mark(value) for label, value in found.items()}
+        for one in self.globals:
+            value = one.value()
+            marks[one.label] = value if type(value) in PLAIN else mark(value) if in_full else id(value)
+        return marks
 
 
 def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import ctypes
 import enum
 import functools
 import pathlib
@@ -34,6 +33,8 @@ import numpy as np
 
 from rayhelper.roles import names
 from rayhelper.roles.project import is_users
+from rayhelper.roles.slots import attributes_of, slots_of
+from rayhelper.roles.tensors import bytes_of, some_of
 
 PLAIN = frozenset((*names.PLAIN, bytes, complex))
 MOST = 1024  # entries of one mark
@@ -136,7 +137,7 @@ def reader_of(kind: Any) -> _Add:
             return reader
     if kind in _ITERATORS:
         return _iterator
-    if not kind.__dictoffset__:
+    if not kind.__dictoffset__ and not slots_of(kind):
         return _identity
     module = str(kind.__module__)
     if is_dataclass(kind) or issubclass(kind, (types.SimpleNamespace, argparse.Namespace)) or is_own(module):
@@ -203,7 +204,7 @@ def _array(value: Any, found: Mark, depth: int) -> None:
 
 def _tensor(value: Any, found: Mark, depth: int) -> None:
     _tensors([value], found)
-    _contents(value, found)
+    found += bytes_of(value)
 
 
 def _tensors(tensors: list[Any], found: Mark) -> None:
@@ -215,23 +216,6 @@ def _tensors(tensors: list[Any], found: Mark) -> None:
         found += [one._version for one in tensors if not one.is_inference()]
     gradients = [one.grad for one in tensors if one.requires_grad and one.is_leaf]
     found += [None if one is None else one._version for one in gradients]
-
-
-def _contents(tensor: Any, found: Mark) -> None:
-    """A few bytes of a tensor of the CPU: what changes ``tensor.data`` or shared memory counts no version.
-
-    From memory, as an operation of torch lets other threads run first, which may take long.
-    """
-    if type(tensor).__name__ not in ("Tensor", "Parameter") or tensor.device.type != "cpu":
-        return  # of another kind the numbers may lie elsewhere
-    if tensor.layout is not _torch().strided or not tensor.is_contiguous():
-        return
-    num_bytes, address = tensor.numel() * tensor.element_size(), tensor.data_ptr()
-    held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
-    if address and 8 <= num_bytes <= held:
-        found += [ctypes.string_at(address + at, 8) for at in range(0, num_bytes - 7, max(8, num_bytes // 6 & ~7))]
-    elif address and 0 < num_bytes <= held:
-        found.append(ctypes.string_at(address, num_bytes))
 
 
 def _module(value: Any, found: Mark, depth: int) -> None:
@@ -254,9 +238,8 @@ def _module(value: Any, found: Mark, depth: int) -> None:
                 _add(held[name], found, depth - 1)
     tensors = [one for one in every if one is not None]
     _tensors(tensors, found)
-    if tensors:
-        for one in tensors[:: -(-len(tensors) // _READ_TENSORS)]:
-            _contents(one, found)
+    for one in some_of(tensors, _READ_TENSORS):
+        found += bytes_of(one)
 
 
 def _torch() -> Any:
@@ -310,20 +293,25 @@ def _suspended(value: Any, found: Mark, depth: int) -> None:
 
 
 def _object(value: Any, found: Mark, depth: int) -> None:
-    held = value.__dict__
+    held = attributes_of(value)
     found.append(id(value))
     if depth:
         for name, item in held.items() if len(held) <= _MANY else islice(held.items(), _SAMPLE):
-            if _KEEPS_COPIES.search(name) is None:
+            if not may_keep_copies(name):
                 found.append(name)
                 _add(item, found, depth - 1)
+
+
+def may_keep_copies(name: str) -> bool:
+    """Whether a name says that what it holds may be computed again."""
+    return _KEEPS_COPIES.search(name) is not None
 
 
 def _library(value: Any, found: Mark, depth: int) -> None:
     found.append(id(value))
     if depth < _DEPTH - 3:
         return
-    for name, item in value.__dict__.items():
+    for name, item in attributes_of(value).items():
         kind: Any = type(item)
         if kind in PLAIN or reader_of(kind) in _OF_LIBRARIES or is_dataclass(kind):
             found.append(name)

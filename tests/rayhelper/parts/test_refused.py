@@ -29,7 +29,7 @@ class Batch:
 
 @RayHelper.worker(group=["train", "judge", "rollout"])
 class Model:
-    def __init__(self) -> None:
+    def __init__(self, start: Any = None) -> None:
         self.weight = torch.nn.Parameter(torch.tensor([2.0]))
 
     @RayHelper.function(group="train")
@@ -74,17 +74,19 @@ def cut_arguments() -> Any:
         raised(lambda: model.backward(1, scored().detach())),
         raised(lambda: model.backward(1, torch.nn.Parameter(torch.ones(1)))),
         raised(lambda: len(model.learn(torch.ones(3, requires_grad=True), RayHelper.whole(Batch([1]))))),
+        raised(lambda: Model(start={"of": scored()}).judged()),
     )
 
 
 @only(runs(*WITH_WORKERS))
 def test_an_argument_whose_gradient_would_be_cut_is_refused_by_name(run: Run) -> None:
-    positional, nested, uncut, detached, leaf, cut_leaf = run(cut_arguments)
+    positional, nested, uncut, detached, leaf, cut_leaf, of_constructor = run(cut_arguments)
     assert says(positional, "DispatchError", "Model.backward", "argument 'scored'", "grad_fn", "detach()")
     assert says(nested, "DispatchError", "Model.backward", "argument 'scored'['of'][0]")
     assert says(uncut, "DispatchError", "Model.learn", "argument 'batch'[0]")
     assert "returned" in detached
     assert "returned" in leaf
+    assert says(of_constructor, "DispatchError", "Model(...): argument 'start'['of']", "grad_fn", "detach()")
     assert says(cut_leaf, "WorkerError", "the value[0] of Model.learn")  # it was sent, and came to a sum with a graph
 
 

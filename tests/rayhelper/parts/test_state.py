@@ -91,6 +91,35 @@ def test_the_arguments_of_a_parts_constructor_are_the_same_everywhere(run: Run) 
     assert run(built_with_arguments) == [3, 3, 7]
 
 
+@RayHelper.worker(group="judge")
+class Judge:
+    def __init__(self) -> None:
+        self.judged = 0
+
+    @RayHelper.function(group="judge", collect=agreed)
+    def judge(self) -> int:
+        self.judged += 1
+        return self.judged
+
+
+@story
+def read_on_the_driver() -> Any:
+    judge = Judge()
+    return judge.judged, judge.judge(), raised(lambda: judge.judged)
+
+
+def test_what_a_role_has_changed_is_not_read_where_no_process_of_it_is(run: Run) -> None:
+    told = run.tell(read_on_the_driver)
+    outside = {"three": 1, "overlapping": 1}.get(run.layout.name, 0)  # processes of torchrun that do not host the role
+    if run.runtime != "torchrun":
+        outside = 0 if run.is_off else 1
+    reads = sorted((read for _, _, read in told), key=str)
+    assert all((before, judged) == (0, 1) for before, judged, _ in told)
+    assert sum("raised" in read for read in reads) == outside
+    for read in reads:
+        assert read == {"returned": 1} or "Judge.judge (role 'judge') has changed it" in read["text"]
+
+
 @story
 def two_wholes() -> Any:
     one, two = Trainer(1), Trainer(10)

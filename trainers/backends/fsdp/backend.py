@@ -32,11 +32,9 @@ from trainers.backends.fsdp.hf_model import (
     ModelHead,
     add_noise,
     build_model,
-    dropouts,
     load_named_weights,
     named_weights,
     read_weights,
-    zero_dropout,
 )
 from trainers.backends.fsdp.one_worker.low_weights import LowWeights
 from trainers.backends.fsdp.one_worker.passes import passes_of
@@ -63,7 +61,7 @@ from trainers.backends.fsdp.tuners.adapters import (
 )
 from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.backends.offload import MEMORY, WEIGHTS, Offload
-from trainers.backends.random_state import random_state, read_random_state, set_random_state
+from trainers.backends.random_state import dropouts, random_state, read_random_state, set_random_state, zero_dropout
 from trainers.backends.scores.head import room_of
 from trainers.backends.scores.inputs import ReadAt
 from trainers.backends.scores.pooled import Pooling, scorer_of

@@ -125,23 +125,6 @@ def _cap_scores(model: Any, asked: str | None) -> None:
     model.set_attn_implementation("eager")
 
 
-def zero_dropout(module: torch.nn.Module) -> None:
-    """Sets every dropout to zero: the layers, and the rates that parts and configurations keep as plain numbers."""
-    for holder, name in list(dropouts(module)):
-        setattr(holder, name, 0.0)
-
-
-def dropouts(module: torch.nn.Module) -> Iterator[tuple[Any, str]]:
-    """Where a model keeps rates of dropout, as an object and its attribute."""
-    for part in module.modules():
-        if isinstance(part, torch.nn.Dropout):
-            yield part, "p"
-        for holder in (part, getattr(part, "config", None)):
-            for name, value in list(vars(holder).items()) if holder is not None else ():
-                if "drop" in name and isinstance(value, float):
-                    yield holder, name
-
-
 def add_noise(module: Any, alpha: float) -> None:
     """In training mode embeddings get uniform noise of at most alpha / sqrt(L d): NEFTune (arXiv 2310.05914).
 

@@ -47,6 +47,7 @@ from trainers.backends.megatron.tensors.sources import Source
 from trainers.backends.megatron.tensors.table import EMBEDDING, HEAD, VALUES, block_sources, tower_blocks
 from trainers.backends.megatron.vision.tower import Tower
 from trainers.backends.megatron.weights import MegatronWeights
+from trainers.backends.model_files import read_adapter
 
 PREFIX, FILE = "base_model.model.", "adapter_model.safetensors"
 LAYERS = "model.layers."
@@ -226,12 +227,9 @@ class MegatronAdapter:
         Raises:
             FileNotFoundError: there is none.
             ValueError: it has other weights than this model's adapter.
+            ConfigError: it is damaged.
         """
-        from safetensors.torch import load_file
-
-        if not (folder / FILE).is_file():
-            raise FileNotFoundError(f"{folder} holds no {FILE}, so it is not a checkpoint of a LoRA run")
-        given = load_file(folder / FILE)
+        given = read_adapter(folder / FILE)
         own = {name: shape for piece in self._pieces() for name, shape in piece.source.tensors.items()}
         found = {name: tuple(weight.shape) for name, weight in given.items()}
         if odd := sorted(name for name in own.keys() | found.keys() if own.get(name) != found.get(name)):

@@ -24,7 +24,7 @@ from trainers.configuration.others.ms_swift_keys import (
 from trainers.configuration.others.other_names import HINTS, is_neutral
 from trainers.configuration.others.trl_translations import translate_trl
 from trainers.configuration.others.tuner_names import translate_tuner
-from trainers.configuration.reading.given_keys import NUMBER, GivenKeys, plain
+from trainers.configuration.reading.given_keys import GivenKeys, plain
 from trainers.configuration.reading.typed_values import typed
 from trainers.configuration.saving import SavingConfig
 from trainers.configuration.values import types_of
@@ -323,18 +323,19 @@ def _evaluation(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     _strategy(given, defaults, "eval_strategy", "eval_steps")
     has_rows = bool(given.get("eval_dataset")) or bool(given.get("split_dataset_ratio"))
     for name in [] if has_rows else [name for name in ("eval_steps", "eval_strategy") if name in given.values]:
-        if not _has_a_meaning(given.get(name)):
+        if not _has_a_meaning(name, given.get(name)):
             continue  # it stays, so that its type is told
         if given.get(name) not in (None, "no"):
             given.notes[name] = "there is no eval_dataset"
         del given.values[name]
 
 
-def _has_a_meaning(value: Any) -> bool:
-    """Whether a value of ``eval_strategy`` or ``eval_steps`` is one of them, whichever."""
-    if isinstance(value, str):
-        return value in ("no", "steps", "epoch") or NUMBER.fullmatch(value) is not None
-    return value is None or value is False or (isinstance(value, (int, float)) and value is not True)
+def _has_a_meaning(name: str, value: Any) -> bool:
+    """Whether ``eval_strategy`` or ``eval_steps`` may have such a value; below 1 ``eval_steps`` is a share."""
+    if name == "eval_strategy":
+        return value in (None, "no", "steps", "epoch")
+    value = plain(value)
+    return value is None or value is False or (type(value) in (int, float) and 0 <= value < math.inf)
 
 
 def _saving(given: GivenKeys, defaults: Mapping[str, Any]) -> None:

@@ -52,6 +52,11 @@ SAME_NUMBERS = {  # keys of fsdp_config that are of memory or speed alone, and w
     "transformer_layer_cls_to_wrap": "each layer of the model is a unit of FSDP2",
     "activation_cpu_offload": "activations stay on the device; gradient_checkpointing recomputes them",
 }
+READ_OF_OPTIM_ARGS = {  # transformers' trainer_optimizer.py; of torch's other optimizers it reads none
+    "sgd": ("momentum", "dampening", "weight_decay", "nesterov"),
+    "adagrad": ("lr_decay", "weight_decay", "eps"),
+    "rmsprop": ("momentum", "alpha", "eps", "weight_decay", "centered"),
+}
 SOFT_OVERLONG = {"name": "soft_overlong_punishment", "max_completion_len": 1280, "soft_punish_cache": 256}
 
 
@@ -72,7 +77,7 @@ def translate_trl(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     _rows(given)
     _evaluation(given, trl, defaults)
     _order(given, trl)
-    _optimizer(given)
+    _optimizer(given, defaults)
     _sharding(given)
     _rewards(given, trl)
     _model(given)
@@ -205,11 +210,16 @@ def _order(given: GivenKeys, trl: bool) -> None:
             )
 
 
-def _optimizer(given: GivenKeys) -> None:
+def _optimizer(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     if given.foreign("optim_args") and "optim_kwargs" in given.known:
         text = given.take("optim_args")
+        optim = str(given.get("optimizer") or given.get("optim", defaults.get("optim")))
         for pair in text.replace(" ", "").split(",") if isinstance(text, str) and text else ():
             key, _, value = pair.partition("=")
+            if "muon" not in optim and key not in READ_OF_OPTIM_ARGS.get(optim, ()):
+                told = f"transformers does not read {key} of optim_args with optim: {optim}. Remove it, or write "
+                given.refuse("optim_args", f"{told}optim_kwargs: {{{key}: {value}}}")
+                continue
             given.put_inner("optim_kwargs", key, plain(value), "optim_args")
         if text is not None and not isinstance(text, str):
             given.refuse("optim_args", f"optim_args must be text such as 'momentum=0.9', got {text!r}")

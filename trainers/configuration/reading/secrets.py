@@ -1,24 +1,33 @@
-"""Values of environment variables that must not be written down: named as secrets are, or a password in a URL.
+"""Values of a configuration that must not be written down: named as secrets are, or a password in a URL.
 
 masked(values)        for config.yaml, --print_config and trackers: {"HF_TOKEN": "***", "PROXY": "http://me:***@host"}
-unmasked(values)      of a file that was written so: the values come from the environment of the process
+unmasked(values)      of a file that was written so: the values of ``env`` come from the environment of the process
+
+Secrets are looked for in ``env``, in what functions, engines and models get as arguments, and in addresses.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rayhelper import ConfigError
 
 MASK = "***"
 _WORDS = re.compile(
-    r"(KEY|TOKEN|SECRET|SECRETS|PASSWORD|PASSWD|PASSPHRASE|PWD|CREDENTIAL|CREDENTIALS|AUTH|COOKIE)$", re.IGNORECASE
+    r"(KEY|TOKEN|SECRET|SECRETS|PASSWORD|PASSWD|PASSPHRASE|PWD|CREDENTIAL|CREDENTIALS|AUTH|AUTHORIZATION|COOKIE)$",
+    re.IGNORECASE,
 )
 
 _IN_URL = re.compile(r"(://[^/\s:@]*):([^/\s]+)@")  # user and password of a URL
+_IN_QUERY = re.compile(  # a secret behind its name
+    r"(://[^\s?#]*\?(?:[^\s#]*&)?(?:\w+_)?(?:key|token|secret|password|signature|sig)=)([^&\s#]+)", re.IGNORECASE
+)
+# Keys whose mappings hold arguments of functions, engines and models
+_HAVE_ARGUMENTS = re.compile(r"(?!chat_template|columns).*_kwargs|environment|tools|reward_funcs|(prm|orm)_model")
+_OF_TOKENIZERS = re.compile(r"(bos|eos|pad|unk|sep|cls|mask|stop|\w*special)_token", re.IGNORECASE)  # no secrets
 
 
 def secret_in(name: str, value: Any) -> str:
@@ -38,17 +47,70 @@ def is_secret(name: str) -> bool:
 
 
 def masked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a configuration, secrets replaced by ``***`` in ``env`` and in the ``env`` of device groups."""
-    return _with_env(values, _masked)
+    """The keys of a configuration, secrets replaced by ``***``."""
+    found = _with_env(values, _masked)
+    for path, secret in _arguments(found):
+        found[path[0]] = _replaced(found[path[0]], path[1:], secret)
+    return found
+
+
+def secrets_in(values: Mapping[str, Any]) -> list[str]:
+    """The secrets among the arguments and addresses of a configuration's keys."""
+    return [secret for _, secret in _arguments(values) if secret != MASK]
 
 
 def unmasked(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a configuration, each ``***`` in an ``env`` replaced by what this process has there.
 
     Raises:
-        ConfigError: this process does not have one.
+        ConfigError: this process does not have one, or another key holds ``***`` in the place of a secret.
     """
+    for path, secret in _arguments(values):
+        if secret == MASK:
+            raise ConfigError(
+                f"{'.'.join(map(str, path))} was masked when the file was written. Write its value, or pass it as an "
+                "environment variable that the code reads."
+            )
     return _with_env(values, _unmasked)
+
+
+def _arguments(values: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """The path, and the text, of each secret in keys other than ``env``."""
+    for name, value in values.items():
+        if name in ("env", "device_groups"):
+            continue
+        if (isinstance(name, str) and _HAVE_ARGUMENTS.fullmatch(name)) or isinstance(value, str):
+            yield from _secrets_of((name,), value)
+        elif isinstance(value, (list, tuple)):  # of addresses; rows are data
+            yield from (
+                found for k, one in enumerate(value) if isinstance(one, str) for found in _secrets_of((name, k), one)
+            )
+
+
+def _secrets_of(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], str]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            is_named = isinstance(inner, str) and is_secret(str(name)) and not _OF_TOKENIZERS.fullmatch(str(name))
+            if is_named and inner:
+                yield (*path, name), inner
+            else:
+                yield from _secrets_of((*path, name), inner)
+    elif isinstance(value, (list, tuple)):
+        for k, inner in enumerate(value):
+            yield from _secrets_of((*path, k), inner)
+    elif isinstance(value, str):
+        for found in (_IN_URL.search(value), _IN_QUERY.search(value)):
+            if found:
+                yield path, found[2]
+
+
+def _replaced(value: Any, path: tuple[Any, ...], secret: str) -> Any:
+    """The value with ``***`` for a secret in the text at ``path``."""
+    if not path:
+        return value.replace(secret, MASK)
+    if isinstance(value, Mapping):
+        return {name: _replaced(one, path[1:], secret) if name == path[0] else one for name, one in value.items()}
+    return [_replaced(one, path[1:], secret) if k == path[0] else one for k, one in enumerate(value)]
 
 
 def _with_env(values: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:

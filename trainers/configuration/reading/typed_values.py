@@ -14,6 +14,8 @@ from rayhelper.text import nearest, parse_text
 from trainers.configuration.reading.given_keys import NUMBER
 from trainers.configuration.values import expected, is_there
 
+MAX_SHOWN = 300  # characters of a value in a message
+
 
 def typed(name: str, hint: Any, value: Any) -> Any:
     """The value as the type asks for it; where that is a list, text is its items between spaces, one value one item.
@@ -48,9 +50,10 @@ def typed(name: str, hint: Any, value: Any) -> Any:
         if isinstance(value, bool) and kinds <= {Literal, NoneType} and str(value) not in legal:
             raise TypeError  # true is 1 to Python
         return _parser_of(hint, str(hint)).parse_object({"value": value}, defaults=False).value
-    except (ArgumentError, TypeError):
+    except (ArgumentError, TypeError, OverflowError):  # a whole number that no float holds
         quoted = isinstance(value, (str, list, Mapping))
         got = repr(value) if quoted else json.dumps(value, default=str)
+        got = got if len(got) <= MAX_SHOWN else f"{got[: MAX_SHOWN - 3]}..."
         hint_of_quotes = " Put it in quotes." if str in kinds and not quoted else ""
         raise ConfigError(
             f"{name} must be {expected(hint)}, got {got}{nearest(str(value), legal)}.{hint_of_quotes}"

@@ -22,6 +22,7 @@ from trainers.backends.fsdp.tuners.quantized import dequantized, is_quantization
 from trainers.backends.fsdp.vision.parts import VISUAL, Part, modules_of
 from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.backends.fsdp.vision.thinker import language_class
+from trainers.backends.model_files import read_adapter
 from trainers.data.images.processor import is_vision
 
 # Those of peft's LoraConfig that say which layers get an adapter
@@ -563,15 +564,10 @@ def load_adapter(adapted: Any, folder: Path, ranks: Ranks | None = None) -> None
     Raises:
         FileNotFoundError: there is none.
         ValueError: it has other weights than this model's adapter.
+        ConfigError: it is damaged.
     """
-    from safetensors.torch import load_file
-
-    file = folder / "adapter_model.safetensors"
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"{folder} holds no adapter_model.safetensors, so it is not a checkpoint of a LoRA run or of another tuner"
-        )
-    given = {name: weight for name, weight in load_file(file).items() if not name.startswith(SHARED_BY_PEFT)}
+    found = read_adapter(folder / "adapter_model.safetensors")
+    given = {name: weight for name, weight in found.items() if not name.startswith(SHARED_BY_PEFT)}
     own = {
         _written_name(name): weight
         for name, weight in adapted.named_parameters(remove_duplicate=False)  # peft writes a tied weight twice

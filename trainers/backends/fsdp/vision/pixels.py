@@ -21,10 +21,12 @@ import numpy as np
 import torch
 
 from rayhelper import ConfigError
+from trainers.backends.fsdp.documents import backbone
+from trainers.backends.fsdp.vision.distinct import see_once
 from trainers.backends.fsdp.vision.parts import Part, freeze, linear_layers, part_of
 from trainers.backends.scores.inputs import Dummy
 from trainers.data.images.kept import Kept
-from trainers.data.images.pictures import Medium, Pictures
+from trainers.data.images.pictures import Medium, Pictures, pictures_of
 from trainers.data.images.processor import Processors, has_videos, is_vision, processed, token_of
 
 IMAGE, VIDEO = 1, 2  # kinds of tokens, as transformers marks them
@@ -32,6 +34,7 @@ PIXELS, FRAMES = "pixel_values", "pixel_values_videos"
 IN_ONE_ROW = "target_sizes"  # where a model takes these, the patches of all pictures stand in one row (MiniCPM-V)
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 DUMMY_SIZE = 28  # pixels
+PROBES = (((DUMMY_SIZE, DUMMY_SIZE), "grey"), ((2 * DUMMY_SIZE, DUMMY_SIZE), "blue"))  # pictures a tower is asked for
 FILES = (  # of a processor; of those that a tokenizer writes too the run's own are kept
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("chat_template.json", "chat_template.jinja"),
@@ -68,8 +71,12 @@ class Vision:
 
     @classmethod
     def of(cls, module: Any, model: str | Path, **options: Any) -> Vision | None:
-        """That of a vision model; None for others."""
-        return cls(module, model, **options) if is_vision(module.config) else None
+        """That of a vision model, whose tower then sees equal pictures once; None for others."""
+        if not is_vision(module.config):
+            return None
+        vision = cls(module, model, **options)
+        vision.sees_once(backbone(module))
+        return vision
 
     def without_adapter(self) -> list[str]:
         """Linear layers of the parts that are frozen, which get no adapter."""
@@ -113,6 +120,25 @@ class Vision:
 
         image = Image.new("RGB", (DUMMY_SIZE, DUMMY_SIZE), (127, 127, 127))
         return self._tensors(self.processor(text=[self.processor.image_token], images=[[image]], return_tensors="pt"))
+
+    def sees_once(self, part: Any) -> bool:
+        """The tower of ``part``, which gives the features of pictures, sees equal ones once; False: it cannot.
+
+        Before weights are sharded, and once for a model.
+        """
+        from PIL import Image
+
+        tower = self.module.get_encoder(modality="image")
+        if tower is self.module or not hasattr(part, "get_image_features"):
+            return False
+        one, other = (pictures_of(Image.new("RGB", size, colour))[0] for size, colour in PROBES)
+        try:
+            pixels = self.seen([(one,), (other,), (one,)])
+        except (ValueError, OSError, ImportError):  # of a processor that rows without pictures do without
+            return False
+        device = next(tower.parameters()).device
+        pixels = {name: value.to(device) for name, value in pixels.items()}
+        return see_once(tower, lambda: part.get_image_features(**pixels, return_dict=True))
 
     def joins(self, scorer: Any, *, trains: bool, shards: bool) -> None:
         """The tower runs in every pass that asks it to: in training, and with shards, which all ranks gather together.

@@ -22,7 +22,6 @@ import torch
 
 from rayhelper import ConfigError
 from trainers.backends.fsdp.documents import backbone, picture_positions
-from trainers.backends.fsdp.hf_model import zero_dropout
 from trainers.backends.fsdp.optimizer import decayed_names
 from trainers.backends.fsdp.vision.parts import Part, linear_layers
 from trainers.backends.fsdp.vision.pixels import Vision
@@ -30,6 +29,7 @@ from trainers.backends.megatron.architectures import num_later, too_few_layers
 from trainers.backends.megatron.attention import Added, looked_up
 from trainers.backends.megatron.packing import Pictures
 from trainers.backends.megatron.tensors.names import THINKER
+from trainers.backends.random_state import zero_dropout
 from trainers.backends.scores.inputs import Inputs
 from trainers.batch import on_device
 from trainers.data.images.processor import is_vision, seeing_part
@@ -94,6 +94,7 @@ class Tower:
             for weight, like in zip(made.parameters(), empty.parameters(), strict=True):
                 weight.requires_grad_(like.requires_grad)
             setattr(self.part, name, made)
+        self.vision.sees_once(self.part)
         self.is_here = True
         return self.modules
 

@@ -419,3 +419,14 @@ def test_no_sentence_breaks_a_rule_of_plain_english_that_a_machine_decides() -> 
 def test_a_sentence_that_breaks_a_rule_is_found(text: str, told: Any) -> None:
     found = faults(text)
     assert (found if isinstance(told, list) else len(found)) == told
+
+
+def test_the_python_script_of_trl_becomes_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[GRPOConfig] = []
+    monkeypatch.setattr("trainers.grpo.GRPOTrainer", lambda config: made.append(config) or SimpleNamespace(train=dict))
+    text = (DOCS / "equivalents.md").read_text(encoding="utf-8").partition("### A Python script of TRL")[2]
+    block = text.partition("```python\n")[2].partition("```")[0]
+    exec(compile(block, "docs/equivalents.md", "exec"), {"__name__": "docs_equivalents"})
+    ((reward, name),), _ = resolve_rewards(made[0].reward_funcs)
+    assert (name, made[0].model, made[0].rollout_engine) == ("length", "Qwen/Qwen3-0.6B", "hf")
+    assert reward(completions=[[{"role": "assistant", "content": "x" * 18}]]) == [-2]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ from rayhelper.planning.dry_run import make_plan
 from rayhelper.text import parse_text
 from trainers.configuration.reading.command_line import load_config
 from trainers.configuration.reading.folders import configuration_named
+from trainers.grpo.config import GRPOConfig
 from trainers.translate import conditions
 from trainers.translate.command import main
 from trainers.translate.conditions import evaluated
 from trainers.translate.roll import ranks_of
 from trainers.translate.shell import commands, unknown_in
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = r"""
 set -x
 # sizes
@@ -209,6 +213,24 @@ def test_rows_that_verl_filters_are_left_out(tmp_path: Path, capsys: pytest.Capt
         out, err = translated(script, "run.sh", tmp_path, capsys)
         assert parse_text(out, "ours").get("drop_long_prompts", False) is (value == "True")
         assert "filter_overlong_prompts" not in err
+
+
+def test_the_dry_run_of_the_page_replaces_what_needs_the_original_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = SCRIPT.replace('"tensorboard"', '"wandb"') + "trainer.resume_mode=auto\n"
+    written, _ = translated(script, "run.sh", tmp_path, capsys)
+    page = (ROOT / "docs" / "translate.md").read_text(encoding="utf-8").partition("## A dry run")[2]
+    lines = page.split("```")[1].replace("\\\n", "").splitlines()
+    of_words = {words[0]: words for words in map(shlex.split, lines) if words}
+    kept = [line for line in written.splitlines() if not re.match(of_words["grep"][2], line)]
+    (tmp_path / "cpu.yaml").write_text("\n".join(kept), encoding="utf-8")
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "rows.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n', encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    config = load_config(GRPOConfig, of_words["rayhelper"][2:])
+    assert (config.model, config.reward_funcs, config.report_to) == ("tiny/model", ["exact_answer"], ["none"])
+    assert (config.global_batch_size, config.generation_batch_size, config.use_ray) == (8, 8, False)
 
 
 def test_every_line_says_where_it_came_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,7 @@ def saving_mistakes(config: SavingConfig, *, has_rows: bool) -> Iterator[str]:
         "val_before_train is set": config.val_before_train,
     }
     for told in [told for told, is_asked in asks.items() if is_asked and not has_rows]:
-        yield f"{told}, but there is no eval_dataset to evaluate on. Add one."
+        yield f"{told}, but there is no eval_dataset to evaluate on. Add one, or remove the key."
     if config.eval_strategy == "no" and config.val_before_train:
         yield "val_before_train is set, but eval_strategy is no. Remove one of them."
     yield from _best_mistakes(config, has_rows=has_rows)

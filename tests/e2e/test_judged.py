@@ -251,7 +251,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(
 # Learning
 
 
-@pytest.mark.parametrize("kind", ["kto", "orpo"])
+@pytest.mark.parametrize("kind", ["kto", "cpo", "orpo"])
 def test_what_comes_next_becomes_likelier_than_what_does_not(kind: str, model: str, tmp_path: Path) -> None:
     """KTO takes the pairs apart."""
     trainer_of(config_of(kind, model, tmp_path / "out", **TAUGHT)).train()

@@ -19,6 +19,7 @@ from trainers.dpo import DPOTrainer
 from trainers.gkd import GKDTrainer
 from trainers.grpo import GRPOTrainer
 from trainers.ppo import PPOTrainer
+from trainers.reward import RewardTrainer
 from trainers.sft import SFTTrainer
 
 pytestmark = pytest.mark.usefixtures("own_modules")
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("own_modules")
 PROVED: dict[str, tuple[Any, Callable[..., Any], dict[str, Any]]] = {
     "sft": (SFTTrainer, runs.sft_config, {}),
     "dpo": (DPOTrainer, runs.dpo_config, {}),
+    "reward": (RewardTrainer, runs.reward_config, {}),
     "grpo": (GRPOTrainer, runs.grpo_config, {}),
     "gkd": (GKDTrainer, runs.gkd_config, {"teacher_model": ""}),
     "ppo": (PPOTrainer, runs.ppo_config, {}),

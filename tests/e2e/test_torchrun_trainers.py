@@ -28,8 +28,10 @@ from tests.e2e.runs import (
     embedding_config,
     final_bytes,
     final_weights,
+    gkd_config,
     grpo_config,
     interrupted_after,
+    kto_config,
     lines,
     ppo_config,
     reranking_config,
@@ -44,8 +46,10 @@ from trainers.checkpoint import checkpoints, latest, read_state
 from trainers.cli import run
 from trainers.configuration.reading.text import save_config
 from trainers.embedding.trainer import EmbeddingTrainer
+from trainers.gkd.trainer import GKDTrainer
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
+from trainers.kto.trainer import KTOTrainer
 from trainers.metrics import Metrics
 from trainers.parts.policy import Policy
 from trainers.ppo.trainer import PPOTrainer
@@ -60,9 +64,9 @@ from trainers.sft.trainer import SFTTrainer
 pytestmark = pytest.mark.xdist_group("ray_trainers")  # all look at what one start of torchrun left behind
 
 ROOT = Path(__file__).resolve().parents[2]
-# Those whose parts or batches no other has: of frozen models, PPO's reference stands for references and teachers
+# Those whose parts or batches no other has: DPO has KTO's reference and the pairs of reward models, ORPO less
 OTHERS: dict[str, Any] = {
-    **{"reward": RewardTrainer, "ppo": PPOTrainer},
+    **{"kto": KTOTrainer, "reward": RewardTrainer, "gkd": GKDTrainer, "ppo": PPOTrainer},
     **{"embedding": EmbeddingTrainer, "reranking": RerankingTrainer},
 }
 ROLES = sorted({role for cls in (GRPOTrainer, *OTHERS.values()) for role in cls.__rayhelper_roles__})
@@ -203,9 +207,12 @@ def other_config(name: str, model: str, folder: Path) -> Any:
     keys: dict[str, Any] = {"max_steps": 3, "save_steps": 2}
     if name == "reward":
         keys = {"max_steps": 4, "save_strategy": "epoch", "eval_strategy": "epoch"}
+    if name == "gkd":
+        return gkd_config(model, folder, teacher_model=model, lmbda=1.0, sft_alpha=0.0, **keys)
     if name in ("embedding", "reranking"):
         return {"embedding": embedding_config, "reranking": reranking_config}[name](model, folder, **keys)
-    return {"reward": reward_config, "ppo": ppo_config}[name](model, folder, **keys)
+    configs = {"kto": kto_config, "reward": reward_config, "ppo": ppo_config}
+    return configs[name](model, folder, **keys)
 
 
 def judged_config(model: str, folder: Path) -> SFTConfig:

@@ -31,7 +31,9 @@ ELSEWHERE = ("learning_rate", "epoch", "step")  # compared below, or counted in 
 OTHERWISE = ("logits/", "eval_logits/")  # means of means there
 OTHERWISE += ("clip_ratio/low_min", "clip_ratio/high_max")  # there of workers, here of completions
 REWARDS = tuple(f"{prefix}rewards/{name}" for prefix in ("", "eval_") for name in ("chosen", "rejected", "margins"))
-OF_TRL = {  # numbers that are TRL's here: rewards as they came, one spread of all of them, a KL per token
+OF_TRL: dict[
+    str, tuple[str, ...]
+] = {  # numbers that are TRL's here: rewards as they came, one spread of all of them, a KL per token
     **dict.fromkeys(("dpo_losses", "dpo_sorted", "dpo_mixed"), REWARDS),  # there times the sum of loss_weights
     **dict.fromkeys(("grpo_rloo", "grpo_reinforce_plus_plus"), ("reward", "reward_std", "kl")),
     "grpo_chunks": ("reward_std",),

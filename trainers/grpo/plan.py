@@ -41,7 +41,7 @@ class GenerationPlan:
     num_epochs: float
     is_dynamic: bool = False
     shuffles: bool = True
-    num_workers: int = 1
+    num_workers: int = 1  # in whose order steps divide a generation that is not shuffled
 
     @classmethod
     def of(cls, config: GRPOConfig, num_rows: int, num_workers: int, saved_order: Mapping[str, Any]) -> GenerationPlan:
@@ -87,7 +87,7 @@ class GenerationPlan:
             config.num_train_epochs,
             bool(config.dynamic_sample),
             config.shuffle_generation,
-            num_workers,
+            1 if config.shuffle_generation else num_workers,
         )
 
     def check_rows(self) -> None:

@@ -41,6 +41,7 @@ IN_CODE += (
     "dataloader_drop_last",
     "metric_for_best_model",
     "learns_prompts",  # what TRL's loss is given there for labels has none of the prompt
+    "shuffle_generation",  # no key: its trainer gives each step the next completions
     "fsdp_sharding_strategy",  # quantized weights are not cut: its launcher is DDP's
 )
 

@@ -122,7 +122,10 @@ def test_what_does_not_fit_a_plugin_is_refused_when_plugins_are_imported(
             r"loss_type must be one of grpo, .* got 'dappo'. Did you mean 'dapo'\? Register your own",
         ),
         ({"loss_type": {"nam": "dapo"}}, r"loss_type must be one of .* or \{name: \.\.\., argument: value\}; got"),
-        ({"loss_type": {"name": "dapo", "epsilon": 0.1}}, "dapo takes its arguments as separate keys. Write epsilon beside loss_type"),
+        (
+            {"loss_type": {"name": "dapo", "epsilon": 0.1}},
+            "dapo takes its arguments as separate keys. Write epsilon beside loss_type",
+        ),
         ({"advantage_estimator": "gae"}, "advantage_estimator must be one of grpo, rloo, .* got 'gae'"),
     ],
 )

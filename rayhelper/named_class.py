@@ -1,4 +1,4 @@
-"""The class that ``package.module:Class`` or ``path/to/file.py:Class`` names, and modules that users name."""
+"""The class that ``package.module:Class`` or ``path/to/file.py:Class`` names; modules and objects that users name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from rayhelper.errors import ConfigError, DecorationError
 from rayhelper.text import DID_YOU_MEAN, nearest
@@ -58,6 +59,12 @@ def module_named(name: str) -> ModuleType:
             raise
     search_current_folder()
     return importlib.import_module(name)
+
+
+def object_named(path: str) -> Any:
+    """The object at ``module:name`` or ``module.name``. Raises ImportError, AttributeError or ValueError."""
+    module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    return functools.reduce(getattr, attribute.split("."), module_named(module))
 
 
 def _of_name(name: str, qualname: str) -> ModuleType:

@@ -13,7 +13,7 @@ import heapq
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -157,6 +157,14 @@ def label_of(place: int | str, names: Sequence[str]) -> str:
             return f"positional argument {place + 1}"
         place = names[place]
     return f"argument {place!r}"
+
+
+def of_constructor(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """How messages call each argument of a constructor, and its value."""
+    code = getattr(inspect.unwrap(cls.__init__), "__code__", None)  # type: ignore[misc]
+    names = () if code is None else code.co_varnames[1 : code.co_argcount]
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return ((label_of(place, names), value) for place, value in places)
 
 
 def _check_no_batch(value: Any, label: str, cut: str) -> None:

@@ -9,7 +9,6 @@ a meaning       ``RayHelper.whole(value)`` within another value is not an argume
 from __future__ import annotations
 
 import functools
-import inspect
 import random
 import sys
 from collections import OrderedDict, deque
@@ -23,7 +22,7 @@ import numpy as np
 
 from rayhelper.errors import DispatchError, WorkerError
 from rayhelper.roles.project import is_users
-from rayhelper.values.dispatch import Whole, bare, label_of
+from rayhelper.values.dispatch import Whole, bare, label_of, of_constructor
 from rayhelper.values.slicing import instance_of
 
 _DEPTH = 6  # of containers that are looked into; what is pickled is looked into to the end (``packing.py``)
@@ -61,13 +60,10 @@ def check_constructor(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """Raises DispatchError if an argument of a constructor holds a tensor with a graph."""
     if "torch" not in sys.modules:
         return
-    code = getattr(inspect.unwrap(cls.__init__), "__code__", None)  # type: ignore[misc]
-    names = () if code is None else code.co_varnames[1 : code.co_argcount]
-    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for place, value in given:
+    for label, value in of_constructor(cls, args, kwargs):
         for inside, leaf in _leaves(bare(value)):
             if instance_of(leaf, "torch", "Tensor"):
-                raise DispatchError(f"{cls.__name__}(...): {_cut_graph(label_of(place, names) + inside, leaf)}")
+                raise DispatchError(f"{cls.__name__}(...): {_cut_graph(label + inside, leaf)}")
 
 
 def check_value(value: Any, where: str) -> None:

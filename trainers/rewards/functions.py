@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from rayhelper.named_class import module_named
+from rayhelper.named_class import object_named
 from rayhelper.text import DID_YOU_MEAN, nearest
 from rayhelper.watch.time_limit import awaited_within, within
 from trainers.batch import Ragged
@@ -461,9 +461,8 @@ def _from_trl(name: str, arguments: dict[str, Any]) -> RewardFunction:
 
 def _imported(path: str) -> Any:
     """The object at ``module:name`` or ``module.name``. Raises ValueError if there is none."""
-    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     try:
-        return functools.reduce(getattr, attribute.split("."), module_named(module_name))
+        return object_named(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"reward {path!r} cannot be imported: {type(error).__name__}: {error}. Write module:function. The "

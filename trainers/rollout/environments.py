@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rayhelper.named_class import module_named
+from rayhelper.named_class import object_named
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.plugins import ENVIRONMENTS
 
@@ -115,9 +115,8 @@ def resolve_environment(spec: Any) -> Callable[[], Environment]:
 
 def imported(kind: str, path: str, known: Mapping[str, Any]) -> Any:
     """The object at ``module:name`` or ``module.name``. Raises ValueError if there is none."""
-    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     try:
-        return functools.reduce(getattr, attribute.split("."), module_named(module_name))
+        return object_named(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"unknown {kind} {path!r} ({error}).{nearest(path, known, DID_YOU_MEAN)} Known: "

@@ -7,7 +7,6 @@ So are arguments of the constructor: ``net`` of ``Trainer(net)``, which the driv
 from __future__ import annotations
 
 import functools
-import inspect
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import Any
 
 from rayhelper.values.attributes import attributes_of
 from rayhelper.values.calls import parameter_names
-from rayhelper.values.dispatch import label_of
+from rayhelper.values.dispatch import label_of, of_constructor
 from rayhelper.values.slicing import instance_of
 from rayhelper.worker.changed.marks import PLAIN, Mark, differ, is_looked_at, is_own, mark, may_keep_copies
 
@@ -64,15 +63,11 @@ class OfConstructor:
     """Where a new object keeps the arguments of its constructor, to which its driver may have other references."""
 
     def __init__(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        code = getattr(inspect.unwrap(cls.__init__), "__code__", None)  # type: ignore[misc]
-        names = () if code is None else code.co_varnames[1 : code.co_argcount]
         self.labels: dict[int, str] = {}  # by id, of the arguments and of what they hold
-        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        for place, value in given:
-            label = f"the {label_of(place, names)} of {cls.__name__}(...)"
+        for label, value in of_constructor(cls, args, kwargs):
             for one in (value, *_held_by(value)):
                 if type(one) not in PLAIN:
-                    self.labels.setdefault(id(one), label)
+                    self.labels.setdefault(id(one), f"the {label} of {cls.__name__}(...)")
 
     def kept_as(self, value: Any) -> str:
         """How messages call the argument that an attribute holds; empty: it holds none."""
